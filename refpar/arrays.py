@@ -1,0 +1,70 @@
+"""Which library an array belongs to, and how halves are multiplied and summed.
+
+Code that computes takes its functions from the arrays it is given::
+
+    xp = array_module(x)        # numpy, cupy, or whatever made x
+    y = xp.maximum(x, 0)
+
+so one and the same line runs on a CPU and on a GPU. ``np`` itself is written only where data
+lives on the host by design: random numbers, index arithmetic, files.
+
+Half precision follows one rule, that of the tensor core (Micikevicius et al. 2017, section 3.3):
+products of halves are exact in float32, are summed in float32, and are rounded to half *once*, at
+the end. NumPy does otherwise where it is not told: the sum of 4,096 half ones along axis 0 is
+2,048, because 2048 + 1 rounds back to 2048.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = Any
+"""An array of any library. NumPy's own types cannot express "whatever array_module knows"."""
+
+
+def array_module(x: Array) -> ModuleType:
+    """Return the library that made ``x``: the package at the root of its type's module.
+
+    Python scalars belong to NumPy.
+    """
+    root = type(x).__module__.partition(".")[0]
+    return np if root == "builtins" else sys.modules[root]
+
+
+def to_host(x: Array) -> npt.NDArray[Any]:
+    """Return ``x`` as a NumPy array: itself if it is one, a copy if it lives on a device."""
+    return x if isinstance(x, np.ndarray) else x.get() if hasattr(x, "get") else np.asarray(x)
+
+
+def accumulator(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Return the type that sums of ``dtype`` are kept in: float32 for float16, else ``dtype``."""
+    dtype = np.dtype(dtype)
+    return np.dtype(np.float32) if dtype == np.float16 else dtype
+
+
+def widen(x: Array) -> Array:
+    """Return ``x`` in the type its sums are kept in; ``x`` itself where that is its own."""
+    return x.astype(accumulator(x.dtype), copy=False)
+
+
+def matmul(a: Array, b: Array, *, dtype: npt.DTypeLike | None = None) -> Array:
+    """Return ``a @ b``, summed in :func:`accumulator` and rounded once to ``dtype``.
+
+    Parameters
+    ----------
+    a, b : arrays of one floating type, shapes as for ``numpy.matmul``
+    dtype : type of the result; that of ``a`` by default
+    """
+    xp = array_module(a)
+    product = xp.matmul(a, b, dtype=accumulator(a.dtype))
+    return product.astype(dtype or a.dtype, copy=False)
+
+
+def total(x: Array, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> Array:
+    """Return the sum of ``x`` over ``axis``, in :func:`accumulator`: never a sum of halves in halves."""
+    return x.sum(axis=axis, dtype=accumulator(x.dtype), keepdims=keepdims)
