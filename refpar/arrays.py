@@ -59,9 +59,12 @@ def matmul(a: Array, b: Array, *, dtype: npt.DTypeLike | None = None) -> Array:
     ----------
     a, b : arrays of one floating type, shapes as for ``numpy.matmul``
     dtype : type of the result; that of ``a`` by default
+
+    The operands are widened before they are multiplied. ``matmul(dtype=float32)`` of halves is no
+    substitute: CuPy allocates the result in that type, yet multiplies in the type of the operands,
+    so that every element has passed through half, and 70,000 has become inf, on its way to float32.
     """
-    xp = array_module(a)
-    product = xp.matmul(a, b, dtype=accumulator(a.dtype))
+    product = array_module(a).matmul(widen(a), widen(b))
     return product.astype(dtype or a.dtype, copy=False)
 
 
