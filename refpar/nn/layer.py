@@ -31,6 +31,8 @@ class At:
     step: int
     rows: tuple[int, ...]
     """Global number of each row of the batch at hand."""
+    train: bool = True
+    """False in an evaluation: nothing is dropped out."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +44,8 @@ class ParamSpec:
     shape : the global shape, whatever part of it a rank holds
     axis : the axis that tensor parallelism splits; None where every rank holds all of it
     decay : whether weight decay applies (it does not to biases and norms)
-    init : half-width of the uniform distribution of initial values around 0, or the words
-        ``"zeros"`` and ``"ones"``
+    init : half-width of the uniform distribution of initial values around 0, or one of the words
+        ``"zeros"``, ``"ones"`` and ``"integers"`` (drawn from -1, 0 and 1)
     """
 
     shape: tuple[int, ...]
@@ -55,7 +57,8 @@ class ParamSpec:
 class Layer(Protocol):
     """See the module's docstring. ``specs`` maps full names, such as ``blocks.0.mlp.up.weight``."""
 
-    specs: Mapping[str, ParamSpec]
+    @property
+    def specs(self) -> Mapping[str, ParamSpec]: ...
 
     def forward(self, params: Params, x: Array, at: At) -> tuple[Array, Any]: ...
 
@@ -98,6 +101,17 @@ class Residual:
     def backward(self, params: Params, saved: Any, dy: Array) -> Gradients:
         dx = yield from self.layer.backward(params, saved, dy)
         return dx + dy
+
+
+class Stream:
+    """Iterate over the gradients of a backward pass; afterwards ``dx`` is the gradient of its input."""
+
+    def __init__(self, gradients: Gradients) -> None:
+        self.gradients = gradients
+        self.dx: Array = None
+
+    def __iter__(self) -> Iterator[tuple[str, Array]]:
+        self.dx = yield from self.gradients
 
 
 def live_bytes(*saved: Any) -> int:
