@@ -11,7 +11,7 @@ were made (NeMo#3293).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -112,7 +112,7 @@ def update(optimizer: Optimizer, p: Array, g: Array, state: Mapping[str, Array],
     ----------
     p : parameter, or any part of it; written to
     g : its gradient: divided, unscaled, clipped
-    state : ``optimizer.state_names``, of the shape and type of p, zero before the first update; written to
+    state : from :func:`new_state`; written to
     t : number of this update, skipped steps not counted
     decay : whether weight decay applies, see :func:`decays`
     """
@@ -138,26 +138,30 @@ def update(optimizer: Optimizer, p: Array, g: Array, state: Mapping[str, Array],
         p -= lr / (1 - beta1**t) * m / (xp.sqrt(v / (1 - beta2**t)) + optimizer.eps)
 
 
-def squared_norm(pieces: Iterable[Array]) -> float:
-    """Return the sum of the squares of all elements of all pieces, in float64; 0 where there are none.
+def new_state(optimizer: Optimizer, p: Array) -> dict[str, Array]:
+    """Return the state of ``p`` before its first update: zeros of its shape and type."""
+    return {name: array_module(p).zeros_like(p) for name in optimizer.state_names}
 
-    Squares of halves overflow from 256 on (fairscale#520), those of float32 from 1.8e19 on. The
-    squared norms of disjoint pieces may be added up; norms may not.
+
+def squared_norm(g: Array) -> float:
+    """Return the sum of the squares of all elements, in float64; 0 where there are none.
+
+    Squares of halves overflow from 256 on (fairscale#520), those of float32 from 1.8e19 on. The squared
+    norms of disjoint pieces are added up to that of the whole; norms, or maxima, or means are not.
     """
-    squares = 0.0
-    for piece in pieces:
-        flat = piece.astype(np.float64).reshape(piece.size)
-        squares += float(flat @ flat)
-    return squares
+    flat = g.astype(np.float64).reshape(g.size)
+    return float(flat @ flat)
 
 
-def clip_factor(norm: float, max_norm: float) -> float:
+def clip_factor(norm: float, max_norm: float | None) -> float:
     """Return what all gradients are multiplied by so that their norm is at most ``max_norm``: never above 1.
 
-    PyTorch adds 1e-6 to the norm; here ``max_norm / norm`` is exact. A norm of 0 gives 1. An infinite
-    norm gives 0, which turns infinite gradients into NaN, and a NaN gives NaN: neither is hidden by
-    a factor of 1. Loss scaling skips such steps before they come here.
+    PyTorch adds 1e-6 to the norm; here the factor is ``max_norm / norm``. A norm of 0 gives 1, and so
+    does ``max_norm = None``, no clipping. An infinite norm gives 0, which turns infinite gradients into
+    NaN, and a NaN gives NaN: neither is hidden by a factor of 1.
     """
+    if max_norm is None:
+        return 1.0
     if math.isnan(norm):
         return math.nan
     return max_norm / norm if norm > max_norm else 1.0
