@@ -1,0 +1,218 @@
+"""The verbs of the command line; no mathematics.
+
+Exit status: 0 matched; 1 a mismatch, with the first wrong number named; 2 bad input; 3 the run itself
+failed; 130 on Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from refpar.oracle.verify import Problem, Row
+
+MATCHED, MISMATCH, BAD_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
+TECHNIQUES = ("ring", "dp")
+MOST_RANKS = 512
+
+
+class BadInput(Exception):
+    """Something the user gave cannot be used; the text is the one line they see."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise BadInput(f"{message} (see {self.prog} --help)")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``refpar`` with ``argv`` and return its exit status."""
+    try:
+        options = parser().parse_args(argv)
+        return int(options.verb(options))
+    except BadInput as error:
+        return complain(error, BAD_INPUT)
+    except KeyboardInterrupt:
+        return complain("interrupted", INTERRUPTED)
+    except Exception as error:
+        from refpar.comm import RankError
+
+        if not isinstance(error, RankError):
+            raise
+        return complain(error, FAILED)
+
+
+def complain(error: object, status: int) -> int:
+    """Print the error and return the exit status that goes with it."""
+    print(f"refpar: {error}", file=sys.stderr)
+    return status
+
+
+def parser() -> Parser:
+    """Return the parser of all verbs."""
+    top = Parser(prog="refpar", description="The reference implementation of distributed training, on real processes.")
+    verbs = top.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
+    p = verbs.add_parser("verify", help="run every technique on real processes and hold it to one device",
+                         description="Train a small GPT on one device and with every technique on real processes; "
+                         "print what was compared, how far off it was, and what was sent.")
+    p.add_argument("--only", metavar="NAME,…", type=names, help=f"techniques to run, of {', '.join(TECHNIQUES)}")
+    p.add_argument("--ranks", metavar="N,…", type=rank_counts, help="numbers of ranks to run each of them on")
+    p.add_argument("--data", metavar="FILE", type=Path, help="text to train on (default: the source of refpar)")
+    p.add_argument("--steps", metavar="N", type=positive, default=4, help="optimizer steps (default: 4)")
+    p.add_argument("--seed", metavar="S", type=natural, default=0, help="of initial values, dropout and batches")
+    p.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
+    p.set_defaults(verb=verify)
+    return top
+
+
+def verify(options: argparse.Namespace) -> int:
+    """``refpar verify``."""
+    from refpar.oracle import verify as oracle
+
+    text = oracle.package_text() if options.data is None else read(options.data)
+    problem = oracle.Problem(text, options.steps, options.seed, options.ranks)
+    try:
+        problem.case  # noqa: B018  (cuts the batches, or says why it cannot)
+    except ValueError as error:
+        raise BadInput(f"--data {options.data}: {error}") from None
+    to_stdout = options.json == "-"
+    with problem.stack:
+        rows = run_rows(problem, options.only or TECHNIQUES)
+    show(rows, sys.stderr if to_stdout else sys.stdout)
+    if options.json:
+        text_out = json.dumps(finite(oracle.report(rows, options.seed)), allow_nan=False, indent=1) + "\n"
+        if to_stdout:
+            sys.stdout.write(text_out)
+        else:
+            write(Path(options.json), text_out)
+    return MATCHED if all(row.passed for row in rows) else MISMATCH
+
+
+def run_rows(problem: Problem, only: Sequence[str]) -> list[Row]:
+    """Run the named techniques, with a progress display on standard error where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    from refpar.oracle import verify as oracle
+
+    rows: list[Row] = []
+    console = Console(stderr=True)
+    columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("one device", total=len(only))
+        for name in only:
+            progress.update(task, description=f"verifying {name}")
+            for row in oracle.TECHNIQUES[name](problem):
+                rows.append(row)
+                progress.update(task, description=f"verifying {name}: {row.layout} done")
+            progress.advance(task)
+    return rows
+
+
+def show(rows: Sequence[Row], out: Any) -> None:
+    """Print the table and the verdict."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("technique", "ranks", "layout", "compared", "largest error", "bound", "sent by a rank", "predicted", ""):
+        left = name in ("technique", "layout", "bound")
+        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.technique, str(row.ranks), row.layout, f"{row.tensors_compared:,}", f"{row.max_error:.1e}",
+            f"{row.bound:.1e} {row.bound_kind}", sent(row, row.bytes_sent), sent(row, row.bytes_expected),
+            "[green]ok[/]" if row.passed else "[red]WRONG[/]",
+        )
+    width = None if out.isatty() else 140
+    console = Console(file=out, width=width, highlight=False)
+    console.print(table)
+    bad = [row for row in rows if not row.passed]
+    for row in bad:
+        console.print(f"{row.technique} {row.layout}: {row.detail}", markup=False, soft_wrap=True)
+    verdict = f"{len(bad)} of {len(rows)} rows differ from one device" if bad else f"all {len(rows)} rows match one device"
+    console.print(f"refpar verify: {verdict}", markup=False)
+
+
+def sent(row: Row, by_rank: list[int]) -> str:
+    """Return what a rank sends in a step, as bytes (the most of any rank) and as a multiple of the gradient."""
+    each = sum(by_rank) / row.ranks / row.steps
+    return f"{max(by_rank) / row.steps:,.0f} B = {each / (row.elements * row.itemsize):.3f}x"
+
+
+def finite(value: Any) -> Any:
+    """Return ``value`` with null for every number that JSON cannot write."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: finite(v) for key, v in value.items()}
+    return [finite(v) for v in value] if isinstance(value, list) else value
+
+
+def read(path: Path) -> bytes:
+    """Return the bytes of a file the user named."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise BadInput(f"--data {path}: {error.strerror}") from None
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file whole or not at all."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError as error:
+        raise BadInput(f"--json {path}: {error.strerror}") from None
+
+
+def names(text: str) -> list[str]:
+    """Read ``--only``."""
+    import difflib
+
+    chosen = [name.strip() for name in text.split(",")]
+    for name in chosen:
+        if name not in TECHNIQUES:
+            near = difflib.get_close_matches(name, TECHNIQUES, 1)
+            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(TECHNIQUES)}"
+            raise argparse.ArgumentTypeError(f"no technique is called {name!r}: {hint}")
+    return chosen
+
+
+def rank_counts(text: str) -> list[int]:
+    """Read ``--ranks``."""
+    counts = [positive(part) for part in text.split(",")]
+    for count in counts:
+        if count > MOST_RANKS:
+            raise argparse.ArgumentTypeError(f"{count} ranks are too many: at most {MOST_RANKS} on one machine")
+    return counts
+
+
+def positive(text: str) -> int:
+    """Read a whole number of at least 1."""
+    value = natural(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
+
+
+def natural(text: str) -> int:
+    """Read a whole number of at least 0."""
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{text} must not be negative")
+    return value

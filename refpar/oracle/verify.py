@@ -1,0 +1,201 @@
+"""The main job: run every technique on real processes and hold it to one device.
+
+Each technique is a function that yields :class:`Row`, one a layout. A row says what was compared, how
+large the largest error was beside what it is held to, and what each rank sent beside what it must have
+sent according to the formula.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import refpar
+from refpar import single
+from refpar.case import Case, Layout, Trace, text_batches
+from refpar.comm import ring
+from refpar.comm.communicator import Communicator
+from refpar.comm.processes import World
+from refpar.nn.models import GPT
+from refpar.optim import AdamW
+from refpar.oracle import bounds
+from refpar.oracle.compare import compare
+from refpar.parallel import data, hybrid
+
+RING_ELEMENTS = 240_000
+RING_RANKS = (4, 8, 64)
+RANKS = (1, 2, 3, 5)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Lists are by rank; None where a row has no such thing.
+
+    Attributes
+    ----------
+    technique, layout, ranks, pids : what ran, and where
+    steps, tensors_compared : how much of it was looked at
+    max_error, bound, bound_kind : of the tensor nearest to its bound, or furthest outside
+    elements, itemsize : of what is reduced in one step: the parameters' gradients, or the ring's array
+    bytes_sent, bytes_expected : for the technique itself, over all steps, and the exact prediction
+    bytes_held, bytes_held_expected : kept from step to step
+    peak_bytes : activations kept for the backward pass
+    detail : the first wrong number, where there is one
+    """
+
+    technique: str
+    layout: str
+    ranks: int
+    pids: list[int]
+    steps: int
+    tensors_compared: int
+    max_error: float
+    bound: float
+    bound_kind: str
+    elements: int
+    itemsize: int
+    bytes_sent: list[int]
+    bytes_expected: list[int]
+    bytes_held: list[int] | None = None
+    bytes_held_expected: list[int] | None = None
+    peak_bytes: list[int] | None = None
+    seconds: float = 0.0
+    passed: bool = True
+    detail: str = ""
+
+
+@dataclass
+class Problem:
+    """What is verified: a case on real text, its truth, and pools of ranks to run it on.
+
+    Attributes
+    ----------
+    ranks : numbers of ranks to run on, None for each technique's own choice
+    """
+
+    text: bytes
+    steps: int = 4
+    seed: int = 0
+    ranks: Sequence[int] | None = None
+    worlds: dict[int, World] = field(default_factory=dict)
+    stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+
+    @cached_property
+    def case(self) -> Case:
+        """A small GPT on the bytes of the text: tied embedding, dropout, ragged tokens, clipping, AdamW, float64."""
+        model = GPT(vocabulary=256, context=24, width=30, layers=2, heads=5, dropout=0.1)
+        batches = text_batches(self.text, steps=self.steps, rows=7, context=24, seed=self.seed)
+        return Case(model, AdamW(lr=1e-2, weight_decay=0.1), batches, clip=1.0, seed=self.seed)
+
+    @cached_property
+    def truth(self) -> Trace:
+        """The case on one device."""
+        return single.train(self.case)
+
+    @cached_property
+    def bounds(self) -> bounds.Bounds:
+        """What the single device itself shows in other orders."""
+        return bounds.spread(self.truth)
+
+    def world(self, ranks: int) -> World:
+        """Return a standing pool of ``ranks`` processes."""
+        if ranks not in self.worlds:
+            self.worlds[ranks] = self.stack.enter_context(World(ranks))
+        return self.worlds[ranks]
+
+
+def ring_rows(problem: Problem) -> Iterator[Row]:
+    """All-reduce of 240,000 integers in float32: exact, and 2(N-1)/N of them sent by each rank."""
+    for ranks in problem.ranks or RING_RANKS:
+        world = problem.world(ranks)
+        start = time.perf_counter()
+        results, sent = zip(*world.run(all_reduce_once, problem.seed), strict=True)
+        expected = np.sum([ring_input(rank, problem.seed) for rank in range(ranks)], axis=0, dtype=np.float64)
+        errors = [float(np.abs(result - expected).max()) for result in results]
+        predicted = [sum(ring.elements_sent(RING_ELEMENTS, ranks, rank)) * 4 for rank in range(ranks)]
+        detail = ""
+        if max(errors) > 0:
+            rank = int(np.argmax(np.array(errors) > 0))
+            index = int(np.argmax(results[rank] != expected))
+            detail = f"element {index} on rank {rank} is {results[rank][index]}, expected {expected[index]}"
+        yield judged(Row("ring", f"ranks={ranks}", ranks, world.pids, 1, ranks, max(errors), 0.0, "exact", RING_ELEMENTS,
+                         4, list(sent), predicted, seconds=time.perf_counter() - start, detail=detail))
+
+
+def all_reduce_once(comm: Communicator, seed: int) -> tuple[Any, int]:
+    """Return the sum over ranks of their inputs, and the bytes sent for it."""
+    before = comm.ledger.bytes_sent
+    result = ring.all_reduce(comm, ring_input(comm.rank, seed))
+    return result, comm.ledger.bytes_sent - before
+
+
+def ring_input(rank: int, seed: int) -> Any:
+    """Return integers that differ by element and by rank; 64 ranks of them sum to less than 2^24."""
+    return (np.arange(RING_ELEMENTS, dtype=np.float32) + seed) % 1009 + 1009 * rank
+
+
+def dp_rows(problem: Problem) -> Iterator[Row]:
+    """Data parallel on the case."""
+    for ranks in problem.ranks or RANKS:
+        yield hybrid_row(problem, "dp", Layout(dp=ranks, micro_batches=2))
+
+
+def hybrid_row(problem: Problem, technique: str, layout: Layout) -> Row:
+    """Run the case in ``layout`` and hold it to one device."""
+    truth, allowed = problem.truth, problem.bounds
+    world = problem.world(layout.ranks)
+    start = time.perf_counter()
+    trace = hybrid.run(problem.case, layout, world=world)
+    seconds = time.perf_counter() - start
+    verdict = compare(trace, truth, bounds=allowed)
+    model = problem.case.model.build()
+    sizes = {name: int(np.prod(spec.shape)) for name, spec in model.specs.items()}
+    types = problem.case.precision
+    predicted = [
+        len(truth.steps) * data.bytes_sent(model.units, sizes, types, layout.bucket, layout.dp, rank)
+        for rank in range(layout.ranks)
+    ]
+    psi = sum(sizes.values())
+    held = psi * np.dtype(types.master).itemsize * 3  # weights, m, v
+    return judged(Row(
+        technique, str(layout), layout.ranks, world.pids, len(truth.steps), verdict.compared, verdict.max_error,
+        verdict.bound, verdict.bound_kind, psi, np.dtype(types.gradients).itemsize,
+        [ledger.by_group("dp").bytes for ledger in trace.ledgers], predicted, trace.bytes_held, [held] * layout.ranks,
+        trace.peak_bytes, seconds, detail=str(verdict.first or ""),
+    ))
+
+
+def judged(row: Row) -> Row:
+    """Return the row with its verdict: numbers, bytes sent and bytes held are all as they must be."""
+    detail = row.detail
+    for word, got, expected in (("sent", row.bytes_sent, row.bytes_expected),
+                                ("held", row.bytes_held, row.bytes_held_expected)):
+        if not detail and got != expected and got is not None and expected is not None:
+            rank = next(r for r in range(row.ranks) if got[r] != expected[r])
+            detail = f"rank {rank} {word} {got[rank]} bytes, expected {expected[rank]}"
+    return replace(row, passed=not detail, detail=detail)
+
+
+TECHNIQUES: Mapping[str, Callable[[Problem], Iterator[Row]]] = {"ring": ring_rows, "dp": dp_rows}
+
+
+def package_text() -> bytes:
+    """Return the source of this package: real text that is always there."""
+    root = Path(refpar.__file__).parent
+    return b"\n".join(path.read_bytes() for path in sorted(root.rglob("*.py")))
+
+
+def report(rows: Sequence[Row], seed: int) -> dict[str, Any]:
+    """Return what ``--json`` writes."""
+    versions = {"refpar": metadata.version("refpar"), "numpy": np.__version__, "python": platform.python_version()}
+    return {"schema": 1, "passed": all(row.passed for row in rows), "versions": versions, "seed": seed,
+            "results": [vars(row) for row in rows]}

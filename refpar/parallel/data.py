@@ -1,0 +1,134 @@
+"""Data parallel: every rank holds the whole model and works on its own rows.
+
+The gradient of a sum is the sum of the gradients, so N ranks that each know the gradient of their
+rows know that of the batch once they have added them up::
+
+                 rank 0             rank 1             rank 2
+    rows         0 1 2              3 4                5 6
+    gradients    g0                 g1                 g2           backward, each for itself
+    all-reduce   g0+g1+g2           g0+g1+g2           g0+g1+g2     the only communication
+    update       the same numbers, so the same weights: replicas stay equal bit for bit
+
+What divides is the number of tokens of the *whole* batch, known before the backward pass starts;
+a mean of the ranks' means would be wrong as soon as they have unequal numbers of tokens.
+
+Gradients are reduced while the backward pass is still running: last layer first, gathered up in
+*buckets* so that a small bias does not pay for a message of its own (Li et al. 2020, "PyTorch
+Distributed", section 3.2). A gradient is final when the first unit that uses it has run backward,
+in the last micro-batch; micro-batches before that are added up locally and send nothing.
+
+    cost     held     everything, on every rank: 16 bytes a parameter in mixed precision
+             sent     2(N-1)/N of the gradient by each rank, however many micro-batches
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from refpar import precision, split
+from refpar.arrays import Array, array_module
+from refpar.comm import ring
+from refpar.comm.communicator import Communicator
+from refpar.precision import Precision
+
+Units = Sequence[tuple[str, Any]]
+
+
+class DataParallel:
+    """Weights, and the gradients on their way from the backward pass to the optimizer.
+
+    Attributes
+    ----------
+    weights : by name, what the layers compute with
+    masters : by name and flat, what the optimizer updates; the same memory unless weights are float16
+    """
+
+    def __init__(
+        self, comm: Communicator, units: Units, masters: Mapping[str, Array], types: Precision, bucket: int
+    ) -> None:
+        self.comm, self.types = comm, types
+        self.shapes = {name: p.shape for name, p in masters.items()}
+        self.masters = {name: p.reshape(-1) for name, p in masters.items()}
+        self.weights: dict[str, Array] = {}
+        self.publish()
+        self.final = final_names(units)
+        sizes = {name: p.size for name, p in masters.items()}
+        self.buckets = buckets((name for names in self.final for name in names), sizes, bucket)
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a step: no gradient yet, nothing reduced."""
+        self.gradients: dict[str, Array] = {}
+        self.ready: set[str] = set()
+        self.waiting = list(self.buckets)
+
+    def consume(self, name: str, gradient: Array) -> None:
+        """Add a gradient to what earlier micro-batches, or other uses of the same weight, have given."""
+        precision.accumulate(self.gradients, name, gradient, self.types.gradients)
+
+    def unit_done(self, index: int, last: bool) -> None:
+        """Hear that unit ``index`` has run backward; in the last micro-batch, reduce what is final."""
+        if last:
+            self.ready.update(self.final[-1 - index])
+            while self.waiting and self.ready.issuperset(self.waiting[0]):
+                self.reduce(self.waiting.pop(0))
+
+    def reduce(self, names: Sequence[str]) -> None:
+        """Replace the gradients of one bucket by their sums over all ranks."""
+        parts = [self.gradients[name] for name in names]
+        xp = array_module(parts[0])
+        flat = xp.concatenate([g.ravel() for g in parts])
+        flat = ring.all_reduce(self.comm, flat, accumulate=self.types.reduce)
+        start = 0
+        for name, g in zip(names, parts, strict=True):
+            self.gradients[name] = flat[start : start + g.size].reshape(g.shape)
+            start += g.size
+
+    def reduced(self) -> dict[str, Array]:
+        """Return the summed gradients, flat: what this rank updates, which is all of them."""
+        return {name: g.ravel() for name, g in self.gradients.items()}
+
+    def publish(self) -> None:
+        """Round the updated masters to the weights that the next forward pass sees."""
+        for name, master in self.masters.items():
+            self.weights[name] = precision.to_compute(master, self.types).reshape(self.shapes[name])
+
+
+def final_names(units: Units) -> list[list[str]]:
+    """Return the names that become final with each unit, in backward order: last unit first.
+
+    A weight used by several units (a tied embedding) is final only with the first of them.
+    """
+    first: dict[str, int] = {}
+    for index, (_, layer) in enumerate(units):
+        for name in layer.specs:
+            first.setdefault(name, index)
+    return [[name for name in layer.specs if first[name] == index]
+            for index, (_, layer) in reversed(list(enumerate(units)))]
+
+
+def buckets(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Group ``names`` in order; a bucket is closed once it has ``limit`` elements or more."""
+    groups: list[list[str]] = [[]]
+    for name in names:
+        groups[-1].append(name)
+        if sum(sizes[n] for n in groups[-1]) >= limit:
+            groups.append([])
+    return [group for group in groups if group]
+
+
+def bytes_sent(units: Units, sizes: Mapping[str, int], types: Precision, bucket: int, ranks: int, rank: int) -> int:
+    """Return the bytes that ``rank`` sends for the gradients of one step, from the chunk sizes alone.
+
+    Partial sums travel in ``types.reduce``, results in ``types.gradients``; together the familiar
+    2(N-1)/N of the gradient where N divides every bucket.
+    """
+    names = (name for final in final_names(units) for name in final)
+    total = 0
+    for group in buckets(names, sizes, bucket):
+        reduce, gather = split.ring_elements(sum(sizes[name] for name in group), ranks, rank)
+        total += reduce * np.dtype(types.reduce).itemsize + gather * np.dtype(types.gradients).itemsize
+    return total

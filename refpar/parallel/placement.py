@@ -1,0 +1,62 @@
+"""Who works on which rows, who holds which elements, and how the pieces become one again.
+
+Every split follows one rule, that of :func:`refpar.split.sizes`: near-even, the first parts one
+longer. Rows are split over data-parallel replicas, a replica's rows over its micro-batches.
+
+A rank's result is a set of *pieces*: for a name, the global flat positions it speaks for and the
+values there. Where several ranks hold the same elements one of them speaks, so that putting the
+pieces together writes every element exactly once. :func:`assemble` insists on that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from refpar import split
+from refpar.case import HostArray
+
+Positions = npt.NDArray[np.int64]
+Piece = tuple[Positions, HostArray]
+
+
+def rows(total: int, parts: int, index: int) -> range:
+    """Return the rows of part ``index``: 5 rows over 3 are ``0 1``, ``2 3``, ``4``."""
+    return split.part(total, parts, index)
+
+
+def micro_batches(mine: range, parts: int) -> list[range]:
+    """Cut a replica's rows into micro-batches, some of them empty where there are more parts than rows."""
+    return [mine[r.start : r.stop] for r in (rows(len(mine), parts, m) for m in range(parts))]
+
+
+def assemble(shape: tuple[int, ...], pieces: Iterable[Piece]) -> HostArray:
+    """Return the whole array of ``shape``.
+
+    Raises
+    ------
+    AssertionError
+        Where an element is written twice or not at all: then two ranks speak for it, or none.
+    """
+    pieces = list(pieces)
+    size = int(np.prod(shape, dtype=np.int64))
+    whole = np.empty(size, pieces[0][1].dtype)
+    written = np.zeros(size, np.int64)
+    for positions, values in pieces:
+        whole[positions] = values
+        np.add.at(written, positions, 1)
+    if (written != 1).any():
+        at = int(np.argmax(written != 1))
+        raise AssertionError(f"element {at} of {size} was written {written[at]} times: it must be exactly once")
+    return whole.reshape(shape)
+
+
+def merge(parts: Iterable[Mapping[str, Piece]]) -> dict[str, list[Piece]]:
+    """Gather the pieces of each name from all ranks, names in order of first appearance."""
+    merged: dict[str, list[Piece]] = {}
+    for part in parts:
+        for name, piece in part.items():
+            merged.setdefault(name, []).append(piece)
+    return merged

@@ -1,0 +1,152 @@
+"""Which numbers are kept in which type, and the loss scale that keeps small gradients alive.
+
+Mixed precision (Micikevicius et al. 2017, section 3) computes in float16 and remembers in float32:
+
+    =====================  ==========  =========================================
+    what                   type        why
+    =====================  ==========  =========================================
+    weights, activations   float16     half the bytes, fast matrix products
+    products               float32     summed exactly, rounded once to float16
+    weight gradients       float32     as they leave a layer; rounded once where
+                                       they are stored (float16 in the paper)
+    master weights,        float32     an update of 2^-11 of a weight is lost
+    Adam's moments                     when it is added in float16
+    norms, flags, losses   float64     they are single numbers
+    =====================  ==========  =========================================
+
+Gradients below 2^-24 are zero in float16, and many are. The loss is therefore multiplied by a
+scale S before the backward pass, which multiplies every gradient, and the stored gradients are
+divided by S in float32 before anything looks at them. Too large an S overflows: then the step is
+skipped, on all ranks or on none, and S is lowered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from refpar.arrays import Array, accumulator, array_module, widen
+
+FLOATS = ("float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """How the loss scale starts and moves.
+
+    Attributes
+    ----------
+    initial : the scale of the first step, positive and finite
+    dynamic : whether it moves at all
+    growth, backoff : factors after ``interval`` steps without overflow, and after an overflow
+    interval : consecutive good steps before the scale grows
+    floor, cap : the scale never leaves this range: without a cap, growth alone ends in infinity
+        (pytorch/pytorch#98876)
+    """
+
+    initial: float = 2.0**16
+    dynamic: bool = True
+    growth: float = 2.0
+    backoff: float = 0.5
+    interval: int = 2000
+    floor: float = 1.0
+    cap: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        for name in ("initial", "growth", "backoff", "floor", "cap"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise ValueError(f"LossScale {name} is {value}: it must be a positive, finite number")
+        if not self.floor <= self.initial <= self.cap:
+            raise ValueError(f"LossScale initial is {self.initial}: it must lie in {self.floor} .. {self.cap}")
+        if self.growth < 1 or self.backoff > 1:
+            raise ValueError(f"LossScale growth {self.growth} must be at least 1, backoff {self.backoff} at most 1")
+        if self.interval < 1:
+            raise ValueError(f"LossScale interval is {self.interval}: it must be at least 1")
+
+
+@dataclass(frozen=True)
+class Precision:
+    """The types of a run.
+
+    Attributes
+    ----------
+    compute : of weights, activations and their gradients
+    gradients : of stored weight gradients; by default ``compute``, as in the paper
+    reduce : of partial sums of gradients on their way round the ring; by default the accumulator of
+        ``gradients``. ``"float16"`` halves the traffic of the reduce half and rounds at every rank:
+        two finite gradients of 40,000 then sum to infinity (horovod/horovod#1699).
+    loss_scale : None where the loss is not scaled
+    """
+
+    compute: str = "float64"
+    gradients: str = ""
+    reduce: str = ""
+    loss_scale: LossScale | None = None
+
+    def __post_init__(self) -> None:
+        if self.compute not in FLOATS:
+            raise ValueError(f"precision compute is {self.compute!r}: it must be one of {', '.join(FLOATS)}")
+        for name, default in (("gradients", self.compute), ("reduce", "")):
+            value = getattr(self, name) or default or accumulator(self.gradients).name
+            if value not in FLOATS:
+                raise ValueError(f"precision {name} is {value!r}: it must be one of {', '.join(FLOATS)}")
+            object.__setattr__(self, name, value)
+
+    @property
+    def master(self) -> str:
+        """The type of master weights and of the optimizer's moments."""
+        return accumulator(self.compute).name
+
+
+@dataclass
+class LossScaler:
+    """The scale and the number of good steps since it last moved: both are state, both are saved."""
+
+    rule: LossScale | None
+    scale: float = 1.0
+    good: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rule is not None:
+            self.scale = float(self.rule.initial)
+
+    def update(self, overflow: bool) -> None:
+        """Move the scale after a step; ``overflow`` is the verdict of all ranks together."""
+        if self.rule is not None and self.rule.dynamic:
+            self.scale, self.good = next_scale(self.rule, self.scale, self.good, overflow)
+
+
+def next_scale(rule: LossScale, scale: float, good: int, overflow: bool) -> tuple[float, int]:
+    """Return the scale and the count of good steps that follow."""
+    if overflow:
+        return max(scale * rule.backoff, rule.floor), 0
+    if good + 1 < rule.interval:
+        return scale, good + 1
+    return min(scale * rule.growth, rule.cap), 0
+
+
+def accumulate(into: MutableMapping[str, Array], name: str, gradient: Array, dtype: str) -> None:
+    """Add ``gradient`` to what ``into[name]`` holds already, rounding once to ``dtype``."""
+    if name in into:
+        gradient = widen(into[name]) + gradient
+    into[name] = gradient.astype(dtype, copy=False)
+
+
+def unscale(gradient: Array, divisor: float) -> Array:
+    """Return ``gradient / divisor`` in the accumulator type."""
+    return widen(gradient) / divisor
+
+
+def overflowed(gradient: Array) -> bool:
+    """Return whether any entry is infinite or NaN."""
+    xp = array_module(gradient)
+    return not bool(xp.isfinite(gradient).all())
+
+
+def to_compute(master: Array, precision: Precision) -> Array:
+    """Return the weights that the layers see: the master itself, or its rounding to float16."""
+    return master.astype(np.dtype(precision.compute), copy=False)
