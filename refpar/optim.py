@@ -74,6 +74,8 @@ class Adam:
     def __post_init__(self) -> None:
         _check(self)
         object.__setattr__(self, "betas", tuple(self.betas))
+        if len(self.betas) != 2:
+            raise ValueError(f"betas must be two numbers, not {self.betas!r}")
         for i, beta in enumerate(self.betas):
             _within(f"betas[{i}]", beta)
         if not self.eps >= 0:
