@@ -1,0 +1,385 @@
+"""Mailboxes in shared memory: how bytes get from one process to another.
+
+Every directed pair of ranks has a mailbox of two slots and two semaphores that count them, and
+every rank has a bell, a semaphore too::
+
+      rank 0                         mailbox 0 -> 1                       rank 1
+
+      wait for `free`             +--------+--------+
+      copy a piece in        -->  | slot 0 | slot 1 |
+      post `full`, ring bell 1    +--------+--------+  -->       wait for `full`
+                                                                 use the piece where it lies
+                                                                 post `free`, ring bell 0
+
+A slot changes hands through a semaphore alone: whoever has acquired it sees all that was written
+before it was posted, on every processor. A rank that can neither put nor take a piece tries again
+a few dozen times, giving up the processor in between, because an answer is usually microseconds
+away; then it sleeps on its bell.
+
+A message that does not fit is queued at the sender, and moved on whenever the sender is in here.
+
+All of it lies in one anonymous file in memory (``memfd_create``) that has no name: nothing is
+left behind, whoever is killed. It is sparse: the slots of pairs that never talk cost nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import hashlib
+import mmap
+import os
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
+
+Bytes = npt.NDArray[np.uint8]
+Consume = Callable[[int, Bytes], None]
+
+PAGE = 4096
+SLOT_BYTES, ALL_SLOTS_BYTES = 2**20, 2**28
+"""A slot holds the first, or less where there are so many pairs that all slots together would exceed the second."""
+YIELDS = 30
+LOOK_AROUND = 0.02  # seconds of waiting after which a rank looks at what the others are doing
+
+TEXT_BYTES = 440
+PIECE = struct.Struct(f"<QQH{TEXT_BYTES}s")  # bytes of the message, of this piece, length and text of the call
+PIECE_HEAD = 512
+STATUS = struct.Struct(f"<QQIIiH{TEXT_BYTES}s")  # changes, looks, run, state, waits for, length and text of the call
+STATUS_BYTES = 512
+NOT_STARTED, COMPUTING, IN_CALL, WAITING, RETURNED, FAILED = range(6)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a rank says of itself: for others to read when something is wrong, never to hand data over."""
+
+    changes: int
+    looks: int
+    run: int
+    state: int
+    waits_for: int
+    call: str
+
+    def __str__(self) -> str:
+        return {
+            NOT_STARTED: "had not started",
+            COMPUTING: f"computing, after {self.call}" if self.call else "computing, has not communicated",
+            IN_CALL: f"in {self.call}",
+            WAITING: f"waiting for rank {self.waits_for} in {self.call}",
+            RETURNED: "had returned",
+            FAILED: "had failed",
+        }[self.state]
+
+
+class Region:
+    """The shared memory of a world, and the semaphores in it."""
+
+    def __init__(self, fd: int, size: int) -> None:
+        self.fd, self.size = fd, size
+        edges = size * size
+        self.slot_bytes = max(PAGE, min(SLOT_BYTES, ALL_SLOTS_BYTES // edges) // PAGE * PAGE) - PIECE_HEAD
+        self._bells = size * STATUS_BYTES
+        self._counters = self._bells + size * 64
+        self._slots = -(-(self._counters + edges * 64) // PAGE) * PAGE
+        total = self._slots + edges * 2 * (self.slot_bytes + PIECE_HEAD)
+        if os.fstat(fd).st_size < total:
+            os.ftruncate(fd, total)
+        self.memory = mmap.mmap(fd, total)
+        self.bytes: Bytes = np.frombuffer(self.memory, np.uint8)
+        self._address = self.bytes.ctypes.data
+        keeps_gil, drops_gil = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
+        self.try_wait, self.post = keeps_gil.sem_trywait, keeps_gil.sem_post
+        self._wait_until, self._init = drops_gil.sem_clockwait, keeps_gil.sem_init
+
+    @classmethod
+    def create(cls, size: int) -> Region:
+        """Return a new region for ``size`` ranks."""
+        region = cls(os.memfd_create("refpar", os.MFD_CLOEXEC), size)
+        for rank in range(size):
+            region._init(region.bell(rank), 1, 0)
+        for source in range(size):
+            for dest in range(size):
+                full, free = region.counters(source, dest)
+                region._init(full, 1, 0)
+                region._init(free, 1, 2)
+        return region
+
+    def __reduce__(self) -> Any:
+        from multiprocess import reduction
+
+        return _attach, (reduction.DupFd(self.fd), self.size)
+
+    def bell(self, rank: int) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self._address + self._bells + rank * 64)
+
+    def counters(self, source: int, dest: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
+        """Return the semaphores that count the full and the free slots from ``source`` to ``dest``."""
+        address = self._address + self._counters + (source * self.size + dest) * 64
+        return ctypes.c_void_p(address), ctypes.c_void_p(address + 32)
+
+    def slots(self, source: int, dest: int) -> list[tuple[int, Bytes]]:
+        """Return the offset of the head, and the room for data, of both slots from ``source`` to ``dest``."""
+        stride = PIECE_HEAD + self.slot_bytes
+        start = self._slots + (source * self.size + dest) * 2 * stride
+        return [(at, self.bytes[at + PIECE_HEAD : at + stride]) for at in (start, start + stride)]
+
+    def wait(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
+        """Sleep until ``semaphore`` is posted, or for ``seconds``; say whether it was."""
+        seconds += time.monotonic()
+        limit = (ctypes.c_long * 2)(int(seconds), int(seconds % 1 * 1e9))
+        if self._wait_until(semaphore, ctypes.c_int(time.CLOCK_MONOTONIC), limit) == 0:
+            return True
+        if ctypes.get_errno() not in (errno.ETIMEDOUT, errno.EINTR):
+            raise OSError(ctypes.get_errno(), "sem_clockwait failed")
+        return False
+
+    def status(self, rank: int) -> Status:
+        fields = STATUS.unpack_from(self.memory, rank * STATUS_BYTES)
+        changes, looks, run, state, waits_for, length, text = fields
+        return Status(changes, looks, run, state, waits_for, text[:length].decode(errors="replace"))
+
+
+def _attach(handle: Any, size: int) -> Region:
+    return Region(handle.detach(), size)
+
+
+class Inbox:
+    """The mailbox from one source, at its receiver."""
+
+    def __init__(self, region: Region, source: int, rank: int) -> None:
+        self.full, self.free = region.counters(source, rank)
+        self.slots = region.slots(source, rank)
+        self.bell = region.bell(source)
+        self.turn = 0
+        self.taken = 0
+
+
+class Outgoing:
+    """A message on its way out, sent up to ``start``."""
+
+    def __init__(self, call: bytes, data: Bytes) -> None:
+        self.call, self.data, self.start, self.done = call, data, 0, False
+
+
+class Outbox:
+    """The mailbox to one receiver, at the sender, and the messages queued for it."""
+
+    def __init__(self, region: Region, rank: int, dest: int) -> None:
+        self.full, self.free = region.counters(rank, dest)
+        self.slots = region.slots(rank, dest)
+        self.bell = region.bell(dest)
+        self.turn = 0
+        self.queue: deque[Outgoing] = deque()
+
+
+class Mailboxes:
+    """One rank's end of all its mailboxes: a :class:`~refpar.comm.communicator.Transport`."""
+
+    def __init__(self, region: Region, rank: int, timeout: float | None) -> None:
+        self.region, self.rank, self.size, self.timeout = region, rank, region.size, timeout
+        self.sent = self.received = 0  # pieces
+        self._inboxes: dict[int, Inbox] = {}
+        self._outboxes: dict[int, Outbox] = {}
+        self._bell = region.bell(rank)
+        self._changes = self._looks = self._run = 0
+        self._call = b""
+
+    # What the communicator asks for
+
+    def send(self, dest: int, call: str, data: Bytes) -> None:
+        message = self._enqueue(dest, call, data)
+        self._push()
+        if not message.done:
+            message.data = message.data.copy()
+
+    def receive(self, source: int, call: str, consume: Consume) -> None:
+        take = self._taking(source, call, consume)
+
+        def step() -> bool:
+            self._push()
+            return take()
+
+        self._until(step, (source,))
+
+    def exchange(self, dest: int, data: Bytes, source: int, call: str, consume: Consume) -> None:
+        message = self._enqueue(dest, call, data)
+        take = self._taking(source, call, consume)
+
+        def step() -> bool:
+            self._push()
+            return take() and message.done
+
+        self._until(step, (source, dest))
+
+    def doing(self, call: str) -> None:
+        if call:
+            self._call = _shorten(call)
+        self._say(IN_CALL if call else COMPUTING)
+
+    # What the process asks for
+
+    def begin(self, run: int) -> None:
+        """Note that the function has been called."""
+        self._run, self._call = run, b""
+        self._say(COMPUTING)
+
+    def finish(self) -> None:
+        """Deliver what is still queued, then note that the function has returned."""
+        self._call = self._call or b"no operation"
+
+        def step() -> bool:
+            self._push()
+            return not any(box.queue for box in self._outboxes.values())
+
+        self._until(step, ())
+        self._say(RETURNED)
+
+    def fail(self) -> None:
+        """Note that the function has failed."""
+        self._say(FAILED)
+
+    # Pieces
+
+    def _enqueue(self, dest: int, call: str, data: Bytes) -> Outgoing:
+        box = self._outboxes.get(dest)
+        if box is None:
+            box = self._outboxes[dest] = Outbox(self.region, self.rank, dest)
+        message = Outgoing(_shorten(call), data)
+        box.queue.append(message)
+        return message
+
+    def _push(self) -> None:
+        """Put as many pieces into mailboxes as there are free slots."""
+        try_wait, post, memory = self.region.try_wait, self.region.post, self.region.memory
+        for box in self._outboxes.values():
+            while box.queue and try_wait(box.free) == 0:
+                message = box.queue[0]
+                at, room = box.slots[box.turn]
+                size, start = message.data.size, message.start
+                piece = message.data[start : start + room.size]
+                PIECE.pack_into(memory, at, size, piece.size, len(message.call), message.call)
+                room[: piece.size] = piece
+                post(box.full)
+                post(box.bell)
+                box.turn ^= 1
+                self.sent += 1
+                message.start += piece.size
+                if message.start == size:
+                    message.done = True
+                    box.queue.popleft()
+
+    def _taking(self, source: int, call: str, consume: Consume) -> Callable[[], bool]:
+        """Return a function that takes the pieces that are there, and says whether the message is complete."""
+        box = self._inboxes.get(source)
+        if box is None:
+            box = self._inboxes[source] = Inbox(self.region, source, self.rank)
+        try_wait, post, memory = self.region.try_wait, self.region.post, self.region.memory
+        expected = _shorten(call)
+        start = 0
+        complete = False
+
+        def take() -> bool:
+            nonlocal start, complete
+            while not complete and try_wait(box.full) == 0:
+                at, room = box.slots[box.turn]
+                size, length, called, text = PIECE.unpack_from(memory, at)
+                if text[:called] != expected:
+                    raise self._mismatch(source, text[:called].decode())
+                consume(start, room[:length])
+                post(box.free)  # from here on the slot belongs to the sender again
+                post(box.bell)
+                box.turn ^= 1
+                self.received += 1
+                start += length
+                complete = start == size
+            return complete
+
+        return take
+
+    # Waiting
+
+    def _until(self, step: Callable[[], bool], peers: tuple[int, ...]) -> None:
+        """Repeat ``step`` until it says that all is done."""
+        for _ in range(YIELDS):
+            if step():
+                return
+            os.sched_yield()
+        self._sleep(step, peers)
+
+    def _sleep(self, step: Callable[[], bool], peers: tuple[int, ...]) -> None:
+        """Sleep on the bell between steps. Every so often, look whether waiting makes sense."""
+        limit = None if self.timeout is None else time.monotonic() + self.timeout
+        moved = self.sent + self.received
+        while True:
+            while self.region.try_wait(self._bell) == 0:  # only rings from here on may wake us
+                pass
+            if step():
+                break
+            if self.sent + self.received != moved:
+                moved = self.sent + self.received
+                limit = None if self.timeout is None else time.monotonic() + self.timeout
+            self._waiting(peers)
+            if self.region.wait(self._bell, LOOK_AROUND):
+                continue
+            self._looks += 1
+            if limit is not None and time.monotonic() > limit:
+                raise self._timeout(peers)
+            self._look_around(step, peers)
+        self._say(IN_CALL)
+
+    def _waiting(self, peers: tuple[int, ...]) -> None:
+        self._say(WAITING, peers[0] if peers else self._undelivered())
+
+    def _undelivered(self) -> int:
+        return next(dest for dest, box in self._outboxes.items() if box.queue)
+
+    def _look_around(self, step: Callable[[], bool], peers: tuple[int, ...]) -> None:
+        """Raise if the rank that is waited for will never answer."""
+
+    # Errors
+
+    def _mismatch(self, source: int, theirs: str) -> CollectiveMismatch:
+        return CollectiveMismatch(
+            f"ranks do not agree on what to do: rank {self.rank} is in {self._call.decode()}; "
+            f"rank {source} sent it {theirs}",
+            self.rank,
+        )
+
+    def _timeout(self, peers: tuple[int, ...]) -> RankError:
+        peer = peers[0] if peers else self._undelivered()
+        return CommTimeout(
+            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self._call.decode()}; "
+            f"rank {peer}: {self.region.status(peer)}",
+            peer,
+        )
+
+    def _say(self, state: int, waits_for: int = -1) -> None:
+        self._changes += 1
+        STATUS.pack_into(
+            self.region.memory,
+            self.rank * STATUS_BYTES,
+            self._changes,
+            self._looks,
+            self._run,
+            state,
+            waits_for,
+            len(self._call),
+            self._call,
+        )
+
+
+def _shorten(call: str) -> bytes:
+    """Return ``call`` in bytes that fit into a slot's head; what is cut off is stood for by its hash."""
+    text = call.encode()
+    if len(text) <= TEXT_BYTES:
+        return text
+    return text[: TEXT_BYTES - 20] + b"..." + hashlib.blake2b(text, digest_size=8).hexdigest().encode()

@@ -1,0 +1,355 @@
+"""A world of ranks: one process each, on this machine, that stands ready to run functions.
+
+    with World(4) as world:
+        results = world.run(step, 0.1)      # step(comm, 0.1) on each of 4 ranks; results by rank
+
+The ranks are forked from a server process that does nothing else (start method ``forkserver``),
+not from the caller: whatever threads the caller has, of BLAS or otherwise, and whichever of them
+forked or has ended meanwhile, cannot matter to a rank. A rank has one BLAS thread, leaves Ctrl-C
+to the caller, and is killed by the kernel when its parents die.
+
+When a rank raises, exits or is killed, the others are killed, :class:`RankError` says which rank
+it was and what each other was doing, and the next ``run`` starts a fresh set of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from refpar.comm.communicator import Communicator
+from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
+from refpar.comm.ledger import Ledger
+from refpar.comm.mailbox import Mailboxes, Region
+
+MOST_RANKS = 512
+PROCESS_NAME = "refpar rank"
+
+
+class World:
+    """A standing pool of ranks.
+
+    Parameters
+    ----------
+    ranks : how many processes
+    timeout : how long, in seconds, a rank waits for another before it gives up; None to wait for
+        ever, for debuggers. How long a rank computes is not limited.
+    start_method : ``"forkserver"``, or ``"spawn"`` for libraries that do not survive any fork, such as CUDA
+
+    Attributes
+    ----------
+    pids : process numbers of the ranks; they are started if they do not run
+    """
+
+    def __init__(self, ranks: int, *, timeout: float | None = 60.0, start_method: str = "forkserver") -> None:
+        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
+            raise ValueError(f"ranks is {ranks!r}; it must be an integer from 1 to {MOST_RANKS}")
+        if timeout is not None and not timeout > 0:
+            raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds, or None for no limit")
+        if sys.platform != "linux":
+            raise OSError(f"refpar runs its ranks on Linux only; this is {sys.platform}")
+        import multiprocess
+
+        if multiprocess.current_process().name.startswith(PROCESS_NAME):
+            raise RuntimeError(
+                "a rank cannot start ranks of its own: make one World outside, and split its communicator"
+            )
+        self.ranks, self.timeout = ranks, timeout
+        self._context = multiprocess.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(["numpy", "threadpoolctl", "dill", __name__])
+        self._lock = threading.Lock()
+        self._pool: Pool | None = None
+        self._runs = 0
+        self._closed = False
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a World cannot be sent to its ranks")
+
+    @property
+    def pids(self) -> list[int]:
+        with self._lock:
+            return [process.pid for process in self._started().processes]
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``fn(comm, *args)`` on every rank and return the results, by rank.
+
+        ``fn`` may be a lambda or a closure, and need not live in an importable file. It and its
+        arguments are copied to the ranks, and the results back.
+
+        Raises
+        ------
+        RankError
+            A rank raised, exited or was killed; also its kinds :class:`CollectiveMismatch` and :class:`CommTimeout`.
+        TypeError
+            The function or an argument cannot be sent to another process.
+        """
+        call = _serialised(fn, args)
+        with self._lock:
+            pool = self._started()
+            self._runs += 1
+            try:
+                return pool.run(self._runs, call)
+            except BaseException:  # Ctrl-C too: no rank is left in the middle of something
+                self._pool = None
+                pool.kill()
+                raise
+
+    def close(self) -> None:
+        """End the ranks. The World cannot be used again."""
+        with self._lock:
+            self._closed = True
+            if self._pool is not None:
+                self._pool.end()
+                self._pool = None
+
+    def _started(self) -> Pool:
+        if self._closed:
+            raise RuntimeError("this World is closed")
+        if self._pool is None:
+            self._pool = Pool(self._context, self.ranks, self.timeout)
+        return self._pool
+
+
+class Pool:
+    """The processes of a world, from their start to the first thing that goes wrong."""
+
+    def __init__(self, context: Any, ranks: int, timeout: float | None) -> None:
+        self.region = Region.create(ranks)
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+        self.poll = select.poll()
+        self.sources: dict[int, tuple[int, bool]] = {}  # file descriptor: rank, whether it tells of its end
+        try:
+            for rank in range(ranks):
+                self._start(context, rank, timeout)
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, context: Any, rank: int, timeout: float | None) -> None:
+        ours, theirs = context.Pipe()
+        process = context.Process(
+            target=_rank_main,
+            args=(self.region, rank, theirs, timeout, dict(os.environ)),
+            name=f"{PROCESS_NAME} {rank}",
+            daemon=True,
+        )
+        self.pipes.append(ours)
+        with theirs, _main_stays_here():
+            process.start()
+        self.processes.append(process)
+        for fd, is_end in ((ours.fileno(), False), (process.sentinel, True)):
+            self.poll.register(fd, select.POLLIN)
+            self.sources[fd] = rank, is_end
+
+    def run(self, number: int, call: bytes) -> list[Any]:
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(number.to_bytes(8, "little") + call)
+            except OSError:
+                raise self._ended(rank) from None
+        results: dict[int, Any] = {}
+        pieces = 0
+        while len(results) < len(self.pipes):
+            for fd, _ in self.poll.poll():
+                rank, is_end = self.sources[fd]
+                if is_end:
+                    raise self._ended(rank)
+                try:
+                    kind, value, balance = pickle.loads(self.pipes[rank].recv_bytes())
+                except (EOFError, ConnectionError):
+                    raise self._ended(rank) from None
+                if kind is not None:
+                    raise self._error(rank, kind, value)
+                results[rank] = value
+                pieces += balance
+        if pieces:
+            raise CollectiveMismatch("messages were sent that nobody received", -1)
+        return [_unpickled(results[rank]) for rank in range(len(self.pipes))]
+
+    def kill(self) -> None:
+        """End the processes at once, whatever they are doing."""
+        for process in self.processes:
+            process.kill()
+        self.end()
+
+    def end(self) -> None:
+        """Let the processes end, and release all that they needed."""
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        os.close(self.region.fd)
+
+    # Errors
+
+    def _ended(self, rank: int) -> RankError:
+        """Return the error for a rank whose process is gone."""
+        process = self.processes[rank]
+        process.join(1)
+        code = process.exitcode
+        if code is not None and code < 0:
+            what = f"was killed by {signal.Signals(-code).name}"
+        else:
+            what = f"exited with status {code}"
+        return RankError(f"rank {rank} {what}\n{self._others(rank)}", rank)
+
+    def _error(self, rank: int, kind: str, value: tuple[str, str, int]) -> RankError:
+        """Return the error for a rank that has reported one."""
+        summary, trace, culprit = value
+        errors = {"CollectiveMismatch": CollectiveMismatch, "CommTimeout": CommTimeout}
+        return errors.get(kind, RankError)(f"{summary}\n{self._others(rank)}\n\nOn rank {rank}:\n{trace}", culprit)
+
+    def _others(self, rank: int) -> str:
+        """Say what every other rank is doing."""
+        others = (r for r in range(len(self.pipes)) if r != rank)
+        return "\n".join(f"  rank {r}: {self.region.status(r)}" for r in others)
+
+
+@contextmanager
+def _main_stays_here() -> Iterator[None]:
+    """Keep new processes from importing the caller's main module again.
+
+    They would run a script a second time that does not guard its main part, and have no use for
+    it: functions defined there are sent by value.
+    """
+    from multiprocess import spawn
+
+    with _starting:
+        original = spawn.get_preparation_data
+
+        def without_main(name: str) -> dict[str, Any]:
+            data: dict[str, Any] = original(name)
+            if name.startswith(PROCESS_NAME):
+                data.pop("init_main_from_name", None)
+                data.pop("init_main_from_path", None)
+            return data
+
+        spawn.get_preparation_data = without_main
+        try:
+            yield
+        finally:
+            spawn.get_preparation_data = original
+
+
+_starting = threading.Lock()
+
+
+def _serialised(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    """Return the call in bytes.
+
+    Functions and classes of importable modules go by name. The others, and all that belongs to the
+    main module, which a rank does not have, go by value.
+    """
+    try:
+        data = pickle.dumps((fn, args))
+        if b"__main__" not in data:
+            return data
+    except Exception:  # pickle raises whatever it likes; dill may know how
+        pass
+    import dill
+
+    try:
+        return bytes(dill.dumps((fn, args), recurse=True))
+    except Exception as error:
+        for what, value in [("fn", fn), *((f"argument {i + 1}", arg) for i, arg in enumerate(args))]:
+            try:
+                dill.dumps(value, recurse=True)
+            except Exception:
+                raise TypeError(f"{what} of World.run, {value!r:.200}, cannot be sent to the ranks: {error}") from error
+        raise
+
+
+def _unpickled(data: bytes | memoryview) -> Any:
+    import dill
+
+    return dill.loads(data)
+
+
+# In a rank
+
+
+def _rank_main(region: Region, rank: int, pipe: Any, timeout: float | None, environ: dict[str, str]) -> None:
+    """Wait for calls and run them, until the pipe ends."""
+    _settle(environ)
+    transport = Mailboxes(region, rank, timeout)
+    while True:
+        try:
+            data = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        pipe.send_bytes(_run(transport, data))
+
+
+def _settle(environ: dict[str, str]) -> None:
+    """Make this process a rank: bound to its parents, deaf to Ctrl-C, single-threaded."""
+    import ctypes
+
+    from multiprocess import forkserver
+    from threadpoolctl import threadpool_limits
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    server = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != server:
+        os._exit(1)
+    # The fork server ends when the last holder of this descriptor does. That must be the caller.
+    alive, forkserver._forkserver._forkserver_alive_fd = forkserver._forkserver._forkserver_alive_fd, None
+    if alive is not None:
+        os.close(alive)
+    os.environ.clear()
+    os.environ.update(environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    threadpool_limits(1)
+
+
+def _run(transport: Mailboxes, data: bytes) -> bytes:
+    """Run one call; return what became of it: kind of error or None, result, pieces sent less received."""
+    number, call = int.from_bytes(data[:8], "little"), memoryview(data)[8:]
+    sent, received = transport.sent, transport.received
+    rank = transport.rank
+    transport.begin(number)
+    try:
+        fn, args = _unpickled(call)
+        comm = Communicator(transport, tuple(range(transport.size)), "world", Ledger())
+        result = fn(comm, *args)
+        transport.finish()
+        value = _result(result)
+    except BaseException as error:
+        transport.fail()
+        kind = type(error).__name__
+        culprit = error.rank if isinstance(error, RankError) else rank
+        summary = str(error) if isinstance(error, RankError) else f"rank {rank} raised {kind}: {error}"
+        return pickle.dumps((kind, (summary, traceback.format_exc(), culprit), 0))
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return pickle.dumps((None, value, (transport.sent - sent) - (transport.received - received)))
+
+
+def _result(result: Any) -> bytes:
+    try:
+        return pickle.dumps(result)
+    except Exception:
+        import dill
+
+        return bytes(dill.dumps(result, recurse=True))
