@@ -38,7 +38,7 @@ from typing import Any
 import numpy as np
 
 from refpar import rng
-from refpar.arrays import Array, accumulator, array_module, matmul, total, widen
+from refpar.arrays import Array, accumulator, array_module, matmul, to_host, total, widen
 from refpar.nn.layer import At, Gradients, Params, ParamSpec, Residual, Sequential
 
 __all__ = [
@@ -170,16 +170,23 @@ class Embedding:
 def _sum_by_id(ids: Array, dy: Array, size: int) -> Array:
     """Return the (size, width) array whose row i is the sum of the rows of dy that belong to id i.
 
-    Sorted by id, the rows of one id stand together and are summed as one segment: three times as
-    fast as ``add.at``, and the order of summation is known.
+    Sorted by id, the rows of one id stand together; each second one is added to the one before it
+    until one is left. The order is fixed, so replicas get the same bits, which ``add.at`` on a GPU
+    does not promise; and no row touches the sum of another id, as it does in CuPy's ``add.reduceat``,
+    a difference of cumulative sums.
     """
     xp = array_module(dy)
     sums = xp.zeros((size, dy.shape[-1]), dtype=accumulator(dy.dtype))
-    ids, rows = ids.reshape(ids.size), _matrix(dy, 1)  # (tokens,), (tokens, width)
-    if ids.size:
-        order = xp.argsort(ids, kind="stable")
-        present, starts = xp.unique(ids[order], return_index=True)
-        sums[present] = xp.add.reduceat(widen(rows[order]), starts, axis=0)
+    on_host = to_host(ids).reshape(ids.size)
+    order = np.argsort(on_host, kind="stable")
+    ids, rows = on_host[order], widen(_matrix(dy, 1)[xp.asarray(order)])  # (tokens,), (tokens, width)
+    _, first = np.unique(ids, return_index=True)
+    place = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))  # 0, 1, 2, ... in each id
+    while place.any():
+        odd, even = np.flatnonzero(place % 2), np.flatnonzero(place % 2 == 0)
+        rows[xp.asarray(odd - 1)] += rows[xp.asarray(odd)]
+        ids, rows, place = ids[even], rows[xp.asarray(even)], place[even] // 2
+    sums[xp.asarray(ids)] = rows
     return sums
 
 
