@@ -180,7 +180,7 @@ def _sum_by_id(ids: Array, dy: Array, size: int) -> Array:
     on_host = to_host(ids).reshape(ids.size)
     order = np.argsort(on_host, kind="stable")
     ids, rows = on_host[order], widen(_matrix(dy, 1)[xp.asarray(order)])  # (tokens,), (tokens, width)
-    _, first = np.unique(ids, return_index=True)
+    first = np.flatnonzero(np.diff(ids, prepend=ids[:1] - 1))
     place = np.arange(len(ids)) - np.repeat(first, np.diff(first, append=len(ids)))  # 0, 1, 2, ... in each id
     while place.any():
         odd, even = np.flatnonzero(place % 2), np.flatnonzero(place % 2 == 0)
