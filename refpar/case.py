@@ -19,11 +19,13 @@ import numpy as np
 import numpy.typing as npt
 
 from refpar import rng
+from refpar.nn.checkpoint import segment_length
 from refpar.nn.models import GPT, MLP
 from refpar.optim import SGD, Adam, AdamW
 from refpar.precision import Precision
 
 HostArray = npt.NDArray[Any]
+SCHEDULES = ("1f1b", "gpipe")
 
 
 @dataclass(frozen=True)
@@ -101,24 +103,39 @@ class Layout:
     Attributes
     ----------
     dp : replicas of the model, each with its own rows (data parallel)
+    tp : slices of each layer (tensor parallel)
+    pp : stages of the list of units (pipeline)
+    zero : what replicas do not keep twice: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
     micro_batches : parts in which a replica takes its rows, one after the other
+    schedule : order of forward and backward passes, ``"1f1b"`` or ``"gpipe"``
+    recompute : activation checkpointing: ``"none"``, ``"block"``, ``"sqrt"``, or a number of blocks
     bucket : elements that are gathered up before gradients are reduced together
     """
 
     dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    zero: int = 0
     micro_batches: int = 1
+    schedule: str = "1f1b"
+    recompute: str = "none"
     bucket: int = 1 << 18
 
     def __post_init__(self) -> None:
-        for f in dataclasses.fields(self):
-            value = getattr(self, f.name)
-            if f.type == "int" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"Layout {f.name} is {value!r}: it must be a whole number of at least 1")
+        for name in ("dp", "tp", "pp", "micro_batches", "bucket"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"Layout {name} is {value!r}: it must be a whole number of at least 1")
+        if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
+            raise ValueError(f"Layout zero is {self.zero!r}: it must be 0, 1, 2 or 3")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"Layout schedule is {self.schedule!r}: it must be one of {', '.join(SCHEDULES)}")
+        segment_length(self.recompute, 1)
 
     @property
     def ranks(self) -> int:
         """Number of processes."""
-        return self.dp
+        return self.dp * self.tp * self.pp
 
     @classmethod
     def parse(cls, text: str) -> Layout:
@@ -132,18 +149,19 @@ class Layout:
                 near = difflib.get_close_matches(key, types, 1)
                 hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(types)}"
                 raise ValueError(f"layout key {key!r} is unknown: {hint}")
+            if not equals:
+                raise ValueError(f"layout {part!r} has no value: write {key}=VALUE")
             try:
                 values[key] = types[key](value)
             except ValueError:
                 raise ValueError(f"layout {key} is {value!r}: it must be a {types[key].__name__}") from None
-            if not equals:
-                raise ValueError(f"layout {part!r} has no value: write {key}=VALUE")
         return cls(**values)
 
     def __str__(self) -> str:
         """What differs from one device, such as ``dp=2,micro_batches=3``."""
-        changed = (f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self)
-                   if getattr(self, f.name) != f.default)
+        changed = (
+            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
+        )
         return ",".join(changed) or "dp=1"
 
 

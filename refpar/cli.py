@@ -62,9 +62,12 @@ def parser() -> Parser:
     """Return the parser of all verbs."""
     top = Parser(prog="refpar", description="The reference implementation of distributed training, on real processes.")
     verbs = top.add_subparsers(metavar="VERB", required=True, parser_class=Parser)
-    p = verbs.add_parser("verify", help="run every technique on real processes and hold it to one device",
-                         description="Train a small GPT on one device and with every technique on real processes; "
-                         "print what was compared, how far off it was, and what was sent.")
+    p = verbs.add_parser(
+        "verify",
+        help="run every technique on real processes and hold it to one device",
+        description="Train a small GPT on one device and with every technique on real processes; "
+        "print what was compared, how far off it was, and what was sent.",
+    )
     p.add_argument("--only", metavar="NAME,…", type=names, help=f"techniques to run, of {', '.join(TECHNIQUES)}")
     p.add_argument("--ranks", metavar="N,…", type=rank_counts, help="numbers of ranks to run each of them on")
     p.add_argument("--data", metavar="FILE", type=Path, help="text to train on (default: the source of refpar)")
@@ -125,13 +128,29 @@ def show(rows: Sequence[Row], out: Any) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("technique", "ranks", "layout", "compared", "largest error", "bound", "sent by a rank", "predicted", ""):
+    for name in (
+        "technique",
+        "ranks",
+        "layout",
+        "compared",
+        "largest error",
+        "bound",
+        "sent by a rank",
+        "predicted",
+        "",
+    ):
         left = name in ("technique", "layout", "bound")
         table.add_column(name, justify="left" if left else "right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row.technique, str(row.ranks), row.layout, f"{row.tensors_compared:,}", f"{row.max_error:.1e}",
-            f"{row.bound:.1e} {row.bound_kind}", sent(row, row.bytes_sent), sent(row, row.bytes_expected),
+            row.technique,
+            str(row.ranks),
+            row.layout,
+            f"{row.tensors_compared:,}",
+            f"{row.max_error:.1e}",
+            f"{row.bound:.1e} {row.bound_kind}",
+            sent(row, row.bytes_sent),
+            sent(row, row.bytes_expected),
             "[green]ok[/]" if row.passed else "[red]WRONG[/]",
         )
     width = None if out.isatty() else 140
@@ -140,7 +159,9 @@ def show(rows: Sequence[Row], out: Any) -> None:
     bad = [row for row in rows if not row.passed]
     for row in bad:
         console.print(f"{row.technique} {row.layout}: {row.detail}", markup=False, soft_wrap=True)
-    verdict = f"{len(bad)} of {len(rows)} rows differ from one device" if bad else f"all {len(rows)} rows match one device"
+    verdict = (
+        f"{len(bad)} of {len(rows)} rows differ from one device" if bad else f"all {len(rows)} rows match one device"
+    )
     console.print(f"refpar verify: {verdict}", markup=False)
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +28,10 @@ from refpar import optim, precision
 from refpar.arrays import Array, to_host
 from refpar.case import Batch, Case, HostArray, Layout, Outcome, Step, Trace, gradient_order
 from refpar.nn import loss as losses
-from refpar.nn.layer import At, Stream, live_bytes
-from refpar.nn.models import Model, initial_value
+from refpar.nn.checkpoint import segments
+from refpar.nn.layer import At, Params, Stream, live_bytes
+from refpar.nn.loss import Loss
+from refpar.nn.models import Units, initial_value
 
 Split = Callable[[int, int], Sequence[Sequence[int]]]
 
@@ -38,7 +41,7 @@ def whole(step: int, rows: int) -> Sequence[Sequence[int]]:
     return [range(rows)]
 
 
-def train(case: Case, *, xp: ModuleType = np, split: Split = whole) -> Trace:
+def train(case: Case, *, xp: ModuleType = np, split: Split = whole, recompute: str = "none") -> Trace:
     """Return the trace of ``case`` on one device.
 
     Parameters
@@ -47,13 +50,16 @@ def train(case: Case, *, xp: ModuleType = np, split: Split = whole) -> Trace:
     xp : the array library, ``numpy`` or ``cupy``
     split : ``split(step, rows)`` gives the row numbers of each micro-batch. The mathematics does not depend on
         it; how much the rounded result does is what :func:`refpar.oracle.bounds.spread` measures.
+    recompute : activation checkpointing, see :func:`refpar.nn.checkpoint.segments`; changes no bit of the result
     """
     model = case.model.build()
+    units = segments(model.units, recompute)
     types = case.precision
-    masters = {name: xp.asarray(initial_value(case.seed, name, spec, types.master))
-               for name, spec in model.specs.items()}
+    masters = {
+        name: xp.asarray(initial_value(case.seed, name, spec, types.master)) for name, spec in model.specs.items()
+    }
     weights = {name: precision.to_compute(p, types) for name, p in masters.items()}
-    state = {name: {buffer: xp.zeros_like(p) for buffer in case.optimizer.state_names} for name, p in masters.items()}
+    state = {name: optim.new_state(case.optimizer, p) for name, p in masters.items()}
     scaler = precision.LossScaler(types.loss_scale)
     steps: list[Step] = []
     t, peak = 0, 0
@@ -66,9 +72,10 @@ def train(case: Case, *, xp: ModuleType = np, split: Split = whole) -> Trace:
         loss_sum = 0.0
         for rows in split(number, len(batch)):
             at = At(case.seed, number, tuple(rows))
-            part, kept = backward(model, weights, batch.take(rows).on(xp, types.compute), at, seed, gradients, types.gradients)
-            loss_sum += part
-            peak = max(peak, kept)
+            x = batch.take(rows).on(xp, types.compute)
+            saved: list[Any] = []
+            loss_sum += forward(units, model.loss, weights, x, at, saved)
+            peak = max(peak, backward(units, model.loss, weights, saved, seed, gradients, types.gradients))
 
         gradients = {name: precision.unscale(g, divisor) for name, g in gradients.items()}
         overflow = any(precision.overflowed(g) for g in gradients.values())
@@ -77,7 +84,7 @@ def train(case: Case, *, xp: ModuleType = np, split: Split = whole) -> Trace:
         outcome: Outcome = "no tokens" if count == 0 else "overflow" if overflow else "updated"
         if outcome == "updated":
             t += 1
-            factor = 1.0 if case.clip is None else optim.clip_factor(norm, case.clip)
+            factor = optim.clip_factor(norm, case.clip)
             for name, g in gradients.items():
                 decays = optim.decays(model.specs[name])
                 optim.update(case.optimizer, masters[name], g * factor, state[name], t, decays)
@@ -85,52 +92,58 @@ def train(case: Case, *, xp: ModuleType = np, split: Split = whole) -> Trace:
         if outcome != "no tokens":
             scaler.update(overflow)
 
-        steps.append(Step(
-            count, loss_sum / max(count, 1),
-            {name: copy(gradients[name]) for name in gradient_order(model.units)},
-            norm, outcome, scaler.scale, scaler.good, t,
-            {name: copy(p) for name, p in weights.items()},
-            {name: {buffer: copy(x) for buffer, x in buffers(state[name], masters[name], weights[name]).items()}
-             for name in weights},
-        ))
-    return Trace(case, Layout(), steps, bytes_held=[held(weights, masters, state)], peak_bytes=[peak])
+        step = Step(
+            count=count,
+            loss=loss_sum / max(count, 1),
+            gradients={name: copy(gradients[name]) for name in gradient_order(model.units)},
+            norm=norm,
+            outcome=outcome,
+            scale=scaler.scale,
+            good=scaler.good,
+            t=t,
+            parameters={name: copy(p) for name, p in weights.items()},
+            state={},
+        )
+        for name, own in state.items():
+            kept = own if masters[name] is weights[name] else {**own, "master": masters[name]}
+            step.state[name] = {buffer: copy(x) for buffer, x in kept.items()}
+        steps.append(step)
+    held = live_bytes(weights, masters, gradients, state)
+    return Trace(case, Layout(), steps, bytes_held=[held], peak_bytes=[peak])
+
+
+def forward(units: Units, loss: Loss, weights: Params, batch: Batch, at: At, saved: list[Any]) -> float:
+    """Return the sum of the losses of a micro-batch; append what each unit keeps, and the loss, to ``saved``."""
+    x = batch.inputs
+    for _, layer in units:
+        x, kept = layer.forward(weights, x, at)
+        saved.append(kept)
+    loss_sum, kept = loss.forward(x, batch.targets, batch.mask)
+    saved.append(kept)
+    return float(loss_sum)
 
 
 def backward(
-    model: Model, weights: dict[str, Array], batch: Batch, at: At, seed: float, gradients: dict[str, Array], dtype: str
-) -> tuple[float, int]:
-    """Run one micro-batch forward and backward, adding into ``gradients``.
+    units: Units, loss: Loss, weights: Params, saved: list[Any], seed: float, gradients: dict[str, Array], dtype: str
+) -> int:
+    """Add the gradients of a micro-batch to ``gradients``, emptying ``saved``.
 
     Returns
     -------
-    the sum of its losses, and the bytes of activations it kept for the backward pass
+    the largest number of bytes of activations that were alive at once
     """
-    x = batch.inputs
-    saved = []
-    for _, layer in model.units:
-        x, kept = layer.forward(weights, x, at)
-        saved.append(kept)
-    loss_sum, kept_loss = model.loss.forward(x, batch.targets, batch.mask)
-    peak = live_bytes(saved, kept_loss)
-
-    dy = model.loss.backward(kept_loss, seed)
-    for _, layer in reversed(model.units):
-        for name, gradient in (stream := Stream(layer.backward(weights, saved.pop(), dy))):
+    peak = live_bytes(saved)
+    dy = loss.backward(saved.pop(), seed)
+    for _, layer in reversed(units):
+        stream = Stream(layer.backward(weights, saved[-1], dy))
+        for name, gradient in stream:
             precision.accumulate(gradients, name, gradient, dtype)
         dy = stream.dx
-    return float(loss_sum), peak
-
-
-def buffers(state: dict[str, Array], master: Array, weight: Array) -> dict[str, Array]:
-    """Return what a step leaves behind beside the weights; the master only where it is another array."""
-    return state if master is weight else {**state, "master": master}
+        peak = max(peak, live_bytes(saved))  # while what a layer has recomputed is still there
+        saved.pop()
+    return peak
 
 
 def copy(x: Array) -> HostArray:
     """Return a copy on the host that no later step can change."""
     return np.array(to_host(x))
-
-
-def held(weights: dict[str, Array], masters: dict[str, Array], state: dict[str, dict[str, Array]]) -> int:
-    """Return the bytes kept from step to step."""
-    return live_bytes(weights, masters, state)

@@ -16,7 +16,7 @@ qkv and up by their outputs, proj and down by their inputs, embedding and head b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -40,6 +40,8 @@ from refpar.nn.layers import (
     Unembed,
 )
 from refpar.nn.loss import CrossEntropy, Loss, SquaredError
+
+Units = Sequence[tuple[str, Layer]]
 
 
 @dataclass(frozen=True)

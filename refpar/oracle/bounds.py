@@ -36,10 +36,12 @@ def spread(reference: Trace) -> Bounds:
     bounds: Bounds = []
     for number, truth in enumerate(reference.steps):
         others = [dict(run.steps[number].items()) for run in runs]
-        bounds.append({
-            name: max(FACTOR * max(deviation(other[name], value) for other in others), 4 * unit * largest(value))
-            for name, value in numbers(truth)
-        })
+        bounds.append(
+            {
+                name: max(FACTOR * max(deviation(other[name], value) for other in others), 4 * unit * largest(value))
+                for name, value in numbers(truth)
+            }
+        )
     return bounds
 
 

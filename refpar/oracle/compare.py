@@ -78,8 +78,10 @@ class Comparison:
 
     def __str__(self) -> str:
         if self.ok:
-            return (f"matches: {self.compared} values, largest error {self.max_error:.3g} "
-                    f"of {self.bound:.3g} allowed ({self.bound_kind})")
+            return (
+                f"matches: {self.compared} values, largest error {self.max_error:.3g} "
+                f"of {self.bound:.3g} allowed ({self.bound_kind})"
+            )
         later = len(self.divergences) - 1
         return f"differs first at {self.first}" + (f"; {later} later values differ too" if later else "")
 
@@ -140,8 +142,9 @@ def judge(step: int, name: str, got: Any, expected: Any, bound: float) -> tuple[
         return None, float(error.max(initial=0.0))
     index = np.unravel_index(int(np.argmax(error)), error.shape)
     place = tuple(int(i) for i in index) if error.ndim else None
-    return Divergence(step, name, place, a[index].item(), b[index].item(), float(error[index]), bound,
-                      float((error > bound).mean())), float(error[index])
+    return Divergence(
+        step, name, place, a[index].item(), b[index].item(), float(error[index]), bound, float((error > bound).mean())
+    ), float(error[index])
 
 
 def wrong(step: int, name: str, got: Any, expected: Any) -> Divergence:

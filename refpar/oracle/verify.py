@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 import refpar
-from refpar import single
+from refpar import single, split
 from refpar.case import Case, Layout, Trace, text_batches
 from refpar.comm import ring
 from refpar.comm.communicator import Communicator
@@ -119,16 +119,33 @@ def ring_rows(problem: Problem) -> Iterator[Row]:
         world = problem.world(ranks)
         start = time.perf_counter()
         results, sent = zip(*world.run(all_reduce_once, problem.seed), strict=True)
-        expected = np.sum([ring_input(rank, problem.seed) for rank in range(ranks)], axis=0, dtype=np.float64)
+        expected: Any = np.sum([ring_input(rank, problem.seed) for rank in range(ranks)], axis=0, dtype=np.float64)
         errors = [float(np.abs(result - expected).max()) for result in results]
-        predicted = [sum(ring.elements_sent(RING_ELEMENTS, ranks, rank)) * 4 for rank in range(ranks)]
+        predicted = [sum(split.ring_elements(RING_ELEMENTS, ranks, rank)) * 4 for rank in range(ranks)]
         detail = ""
         if max(errors) > 0:
             rank = int(np.argmax(np.array(errors) > 0))
             index = int(np.argmax(results[rank] != expected))
             detail = f"element {index} on rank {rank} is {results[rank][index]}, expected {expected[index]}"
-        yield judged(Row("ring", f"ranks={ranks}", ranks, world.pids, 1, ranks, max(errors), 0.0, "exact", RING_ELEMENTS,
-                         4, list(sent), predicted, seconds=time.perf_counter() - start, detail=detail))
+        yield judged(
+            Row(
+                "ring",
+                f"ranks={ranks}",
+                ranks,
+                world.pids,
+                1,
+                ranks,
+                max(errors),
+                0.0,
+                "exact",
+                RING_ELEMENTS,
+                4,
+                list(sent),
+                predicted,
+                seconds=time.perf_counter() - start,
+                detail=detail,
+            )
+        )
 
 
 def all_reduce_once(comm: Communicator, seed: int) -> tuple[Any, int]:
@@ -165,20 +182,38 @@ def hybrid_row(problem: Problem, technique: str, layout: Layout) -> Row:
         for rank in range(layout.ranks)
     ]
     psi = sum(sizes.values())
-    held = psi * np.dtype(types.master).itemsize * 3  # weights, m, v
-    return judged(Row(
-        technique, str(layout), layout.ranks, world.pids, len(truth.steps), verdict.compared, verdict.max_error,
-        verdict.bound, verdict.bound_kind, psi, np.dtype(types.gradients).itemsize,
-        [ledger.by_group("dp").bytes for ledger in trace.ledgers], predicted, trace.bytes_held, [held] * layout.ranks,
-        trace.peak_bytes, seconds, detail=str(verdict.first or ""),
-    ))
+    held = psi * np.dtype(types.master).itemsize * 4  # weights, gradients, m, v
+    return judged(
+        Row(
+            technique,
+            str(layout),
+            layout.ranks,
+            world.pids,
+            len(truth.steps),
+            verdict.compared,
+            verdict.max_error,
+            verdict.bound,
+            verdict.bound_kind,
+            psi,
+            np.dtype(types.gradients).itemsize,
+            [ledger.total("dp").bytes for ledger in trace.ledgers],
+            predicted,
+            trace.bytes_held,
+            [held] * layout.ranks,
+            trace.peak_bytes,
+            seconds,
+            detail=str(verdict.first or ""),
+        )
+    )
 
 
 def judged(row: Row) -> Row:
     """Return the row with its verdict: numbers, bytes sent and bytes held are all as they must be."""
     detail = row.detail
-    for word, got, expected in (("sent", row.bytes_sent, row.bytes_expected),
-                                ("held", row.bytes_held, row.bytes_held_expected)):
+    for word, got, expected in (
+        ("sent", row.bytes_sent, row.bytes_expected),
+        ("held", row.bytes_held, row.bytes_held_expected),
+    ):
         if not detail and got != expected and got is not None and expected is not None:
             rank = next(r for r in range(row.ranks) if got[r] != expected[r])
             detail = f"rank {rank} {word} {got[rank]} bytes, expected {expected[rank]}"
@@ -197,5 +232,10 @@ def package_text() -> bytes:
 def report(rows: Sequence[Row], seed: int) -> dict[str, Any]:
     """Return what ``--json`` writes."""
     versions = {"refpar": metadata.version("refpar"), "numpy": np.__version__, "python": platform.python_version()}
-    return {"schema": 1, "passed": all(row.passed for row in rows), "versions": versions, "seed": seed,
-            "results": [vars(row) for row in rows]}
+    return {
+        "schema": 1,
+        "passed": all(row.passed for row in rows),
+        "versions": versions,
+        "seed": seed,
+        "results": [vars(row) for row in rows],
+    }

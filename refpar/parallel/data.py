@@ -24,7 +24,6 @@ in the last micro-batch; micro-batches before that are added up locally and send
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -32,9 +31,8 @@ from refpar import precision, split
 from refpar.arrays import Array, array_module
 from refpar.comm import ring
 from refpar.comm.communicator import Communicator
+from refpar.nn.models import Units
 from refpar.precision import Precision
-
-Units = Sequence[tuple[str, Any]]
 
 
 class DataParallel:
@@ -43,13 +41,14 @@ class DataParallel:
     Attributes
     ----------
     weights : by name, what the layers compute with
+    units : what to run
     masters : by name and flat, what the optimizer updates; the same memory unless weights are float16
     """
 
     def __init__(
         self, comm: Communicator, units: Units, masters: Mapping[str, Array], types: Precision, bucket: int
     ) -> None:
-        self.comm, self.types = comm, types
+        self.comm, self.types, self.units = comm, types, units
         self.shapes = {name: p.shape for name, p in masters.items()}
         self.masters = {name: p.reshape(-1) for name, p in masters.items()}
         self.weights: dict[str, Array] = {}
@@ -91,6 +90,14 @@ class DataParallel:
         """Return the summed gradients, flat: what this rank updates, which is all of them."""
         return {name: g.ravel() for name, g in self.gradients.items()}
 
+    def positions(self, name: str) -> range:
+        """Return the flat positions of the elements of ``name`` that this rank updates: all."""
+        return range(self.masters[name].size)
+
+    def own_weights(self, name: str) -> Array:
+        """Return the weights this rank updates, flat."""
+        return self.weights[name].reshape(-1)
+
     def publish(self) -> None:
         """Round the updated masters to the weights that the next forward pass sees."""
         for name, master in self.masters.items():
@@ -106,8 +113,9 @@ def final_names(units: Units) -> list[list[str]]:
     for index, (_, layer) in enumerate(units):
         for name in layer.specs:
             first.setdefault(name, index)
-    return [[name for name in layer.specs if first[name] == index]
-            for index, (_, layer) in reversed(list(enumerate(units)))]
+    return [
+        [name for name in layer.specs if first[name] == index] for index, (_, layer) in reversed(list(enumerate(units)))
+    ]
 
 
 def buckets(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[list[str]]:

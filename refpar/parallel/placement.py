@@ -10,6 +10,7 @@ pieces together writes every element exactly once. :func:`assemble` insists on t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import numpy as np
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from refpar import split
 from refpar.case import HostArray
+from refpar.nn.layer import ParamSpec
 
 Positions = npt.NDArray[np.int64]
 Piece = tuple[Positions, HostArray]
@@ -32,6 +34,25 @@ def micro_batches(mine: range, parts: int) -> list[range]:
     return [mine[r.start : r.stop] for r in (rows(len(mine), parts, m) for m in range(parts))]
 
 
+def slices(spec: ParamSpec, tp: int, t: int) -> tuple[slice, ...]:
+    """Return which part of a parameter tensor-parallel rank ``t`` of ``tp`` holds: all of it where it has no axis."""
+    whole = [slice(None)] * len(spec.shape)
+    if spec.axis is not None:
+        part = split.part(spec.shape[spec.axis], tp, t)
+        whole[spec.axis] = slice(part.start, part.stop)
+    return tuple(whole)
+
+
+def slice_initial(whole: HostArray, spec: ParamSpec, tp: int, t: int) -> HostArray:
+    """Return this rank's part of an initial value that was drawn whole, so that it does not depend on ``tp``."""
+    return np.ascontiguousarray(whole[slices(spec, tp, t)])
+
+
+def positions(spec: ParamSpec, tp: int, t: int) -> Positions:
+    """Return the global flat positions of what tensor-parallel rank ``t`` holds, in the order in which it does."""
+    return np.arange(math.prod(spec.shape)).reshape(spec.shape)[slices(spec, tp, t)].reshape(-1)
+
+
 def assemble(shape: tuple[int, ...], pieces: Iterable[Piece]) -> HostArray:
     """Return the whole array of ``shape``.
 
@@ -41,7 +62,7 @@ def assemble(shape: tuple[int, ...], pieces: Iterable[Piece]) -> HostArray:
         Where an element is written twice or not at all: then two ranks speak for it, or none.
     """
     pieces = list(pieces)
-    size = int(np.prod(shape, dtype=np.int64))
+    size = math.prod(shape)
     whole = np.empty(size, pieces[0][1].dtype)
     written = np.zeros(size, np.int64)
     for positions, values in pieces:
