@@ -19,7 +19,14 @@ import numpy as np
 import pytest
 import strictpy
 
+from refpar import optim, rng, single
 from refpar.arrays import accumulator, array_module, matmul, to_host, total, widen
+from refpar.case import Batch, Case, Layout, Trace
+from refpar.comm import World, ring
+from refpar.nn import models
+from refpar.nn.layer import At
+from refpar.parallel import hybrid
+from refpar.precision import LossScale, Precision
 
 X = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
 I = np.array([2, 0, 2])
@@ -62,7 +69,11 @@ REFUSED: dict[str, tuple[Line, type[Exception], Line]] = {
         TypeError,
         lambda xp, x, i: x @ xp.ones((4, 2), np.float32),
     ),
-    "a list as operand": (lambda xp, x, i: operator.add(x, [1, 2, 3, 4]), TypeError, lambda xp, x, i: x + xp.asarray([1, 2, 3, 4])),
+    "a list as operand": (
+        lambda xp, x, i: operator.add(x, [1, 2, 3, 4]),
+        TypeError,
+        lambda xp, x, i: x + xp.asarray([1, 2, 3, 4]),
+    ),
     "a list to a function": (lambda xp, x, i: xp.sum([1.0, 2.0]), TypeError, lambda xp, x, i: xp.sum(x[0])),
     "a list to a ufunc": (
         lambda xp, x, i: xp.maximum(x, [0, 1, 2, 3]),
@@ -358,3 +369,175 @@ def test_the_committed_surface_is_that_of_the_installed_cupy() -> None:
     if committed["versions"] != installed["versions"]:
         pytest.skip(f"the file is of {committed['versions']}, installed is {installed['versions']}")
     assert committed == installed
+
+
+# The code of this project on it, held to NumPy's numbers bit for bit: the stand-in computes with NumPy.
+
+
+GPT_TIED = models.GPT(vocabulary=11, context=7, width=12, layers=2, heads=3, dropout=0.25)
+GPT_UNTIED = models.GPT(vocabulary=11, context=7, width=12, layers=1, heads=2, tied=False, activation="relu")
+MODELS = {"mlp": models.MLP((5, 6, 4, 3)), "gpt": GPT_TIED, "gpt, untied, relu": GPT_UNTIED}
+
+
+def batch_of(model: models.MLP | models.GPT, rows: int, step: int = 0) -> Batch:
+    """Return a batch with a ragged mask."""
+    if isinstance(model, models.GPT):
+        ids = rng.integers((step, "ids"), (2, rows, model.context), 0, model.vocabulary)
+        return Batch(ids[0], ids[1], rng.uniform((step, "mask"), ids[0].shape) < 0.7)
+    x, y = (rng.uniform((step, what), (rows, model.widths[end])) for what, end in (("x", 0), ("y", -1)))
+    return Batch(x, y, rng.uniform((step, "mask"), (rows,)) < 0.7)
+
+
+def forward_and_backward(xp: Any, model: models.MLP | models.GPT, dtype: str, rows: int) -> dict[str, Any]:
+    """Return output, loss and every gradient."""
+    built, at = model.build(), At(seed=7, step=1, rows=tuple(range(rows)))
+    params = {name: xp.asarray(models.initial_value(3, name, s, dtype)) for name, s in built.specs.items()}
+    batch = batch_of(model, rows).on(xp, dtype)
+    y, saved = built.network.forward(params, batch.inputs, at)
+    loss, kept = built.loss.forward(y, batch.targets, batch.mask)
+    gradients: dict[str, Any] = {}
+    for name, g in built.network.backward(params, saved, built.loss.backward(kept, seed=1 / 8)):
+        gradients[name] = gradients[name] + g if name in gradients else g
+    results = {"y": y, "loss": loss, **gradients}
+    assert {array_module(x) for x in results.values()} == {xp}
+    return {name: to_host(x) for name, x in results.items()}
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+@pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
+def test_networks(model: models.MLP | models.GPT, dtype: str, rows: int) -> None:
+    """Forward and backward of whole networks, a batch without rows among them."""
+    expected = forward_and_backward(np, model, dtype, rows)
+    same_dict(forward_and_backward(strictpy, model, dtype, rows), expected)
+
+
+def same_dict(actual: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert list(actual) == list(expected)
+    for name, value in expected.items():
+        try:
+            same_bits(actual[name], value)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+def test_a_network_waits_for_the_device_once_a_lookup() -> None:
+    """Nothing in a GPT's step waits for the device but the embedding's gradient, for the ids it sorts."""
+    with strictpy.synchronisations() as count:
+        forward_and_backward(strictpy, GPT_TIED, "float32", 2)
+    fetched = len(GPT_TIED.build().specs) + 2  # by forward_and_backward itself: y, loss and the gradients
+    assert count.total == fetched + 1
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [optim.SGD(0.1), optim.SGD(0.1, 0.9, 0.01), optim.Adam(0.1, weight_decay=0.1), optim.AdamW(0.1, warmup=2)],
+    ids=repr,
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_optimizers(optimizer: optim.Optimizer, dtype: str) -> None:
+    """Three updates, with clipping."""
+
+    def updates(xp: Any) -> dict[str, Any]:
+        p = xp.asarray(rng.uniform((0, "p"), (9,)).astype(dtype))
+        state = optim.new_state(optimizer, p)
+        for t in (1, 2, 3):
+            g = xp.asarray(rng.uniform((t, "g"), (9,)).astype(dtype))
+            g = g * optim.clip_factor(optim.squared_norm(g) ** 0.5, 0.5)
+            optim.update(optimizer, p, g, state, t, decay=True)
+        assert {array_module(x) for x in (p, *state.values())} == {xp}
+        return {"p": to_host(p), **{name: to_host(x) for name, x in state.items()}}
+
+    same_dict(updates(strictpy), updates(np))
+
+
+def collectives(comm: Any, dtype: str, shape: tuple[int, ...]) -> dict[str, tuple[Any, Any]]:
+    """Return the result of every collective on NumPy's arrays and on the stand-in's, run on one rank."""
+
+    def run(xp: Any) -> dict[str, Any]:
+        values = rng.integers((comm.rank, dtype), shape, -9, 10).astype(dtype)
+        x = xp.asarray(values)
+        turned, guarded = xp.asarray(values.T).T, xp.zeros((values.size + 2,), dtype=dtype)
+        counts = [0] * (comm.size - 1) + [x.size]
+        results = {
+            "sum": ring.all_reduce(comm, x),
+            "max": ring.all_reduce(comm, turned, "max"),
+            "in place": ring.all_reduce(comm, x, out=(place := x.copy())),
+            "into a part": ring.all_reduce(comm, x.reshape(x.size), out=guarded[1:-1]),
+            "the rest": guarded,
+            "scatter": ring.reduce_scatter(comm, x),
+            "scatter by counts": ring.reduce_scatter(comm, turned, counts=counts),
+            "gather": ring.all_gather(comm, x),
+            "broadcast": ring.broadcast(comm, x, comm.size - 1),
+            "to all": ring.all_to_all(comm, xp.stack([x + i for i in range(comm.size)])),
+            "right neighbour": comm.sendrecv(
+                x, (comm.rank - 1) % comm.size, xp.empty(shape, dtype=dtype), (comm.rank + 1) % comm.size
+            ),
+        }
+        assert results["in place"] is place
+        assert ring.all_reduce(comm, place, out=place) is place
+        results["twice"] = place
+        if dtype == "float16":
+            results["sum in halves"] = ring.all_reduce(comm, x, accumulate=np.float16)
+        assert {array_module(x) for x in results.values()} == {xp}
+        same_bits(to_host(x), values)  # inputs are left alone
+        return {name: to_host(x) for name, x in results.items()}
+
+    mine, theirs = run(np), run(strictpy)
+    return {name: (theirs[name], mine[name]) for name in mine}
+
+
+@pytest.mark.parametrize("dtype", ring.DTYPES)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ring(worlds: Callable[[int], World], ranks: int, dtype: str) -> None:
+    """Every collective, in real ranks, with shapes that do not divide, down to nothing."""
+    for shape in [(), (0,), (2,), (3, 4)]:
+        for pairs in worlds(ranks).run(collectives, dtype, shape):
+            same_dict({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
+
+
+CASES = {
+    "float64 mlp": Case(MODELS["mlp"], optim.SGD(0.1), tuple(batch_of(MODELS["mlp"], 7, step) for step in range(2))),
+    "float16 gpt": Case(
+        GPT_TIED,
+        optim.AdamW(0.01),
+        tuple(batch_of(GPT_TIED, 5, step) for step in range(2)),
+        precision=Precision("float16", loss_scale=LossScale(1024.0)),
+        clip=0.5,
+    ),
+}
+
+
+def flat(trace: Trace) -> dict[str, Any]:
+    """Return everything in a trace, by name."""
+    return {f"step {i}, {name}": value for i, step in enumerate(trace.steps) for name, value in step.items()}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_single_device(case: Case) -> None:
+    """A whole training run: what it keeps and the peak of what it holds, too."""
+    one, other = single.train(case, xp=strictpy), single.train(case)
+    same_dict(flat(one), flat(other))
+    assert (one.bytes_held, one.peak_bytes) == (other.bytes_held, other.peak_bytes)
+
+
+def train(comm: Any, case: Case, layout: Layout) -> Any:
+    return hybrid.train(comm, case, layout, xp=strictpy)
+
+
+@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(dp=3, micro_batches=2, bucket=50)], ids=repr)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_data_parallel(worlds: Callable[[int], World], case: Case, layout: Layout) -> None:
+    """Three real ranks train on arrays of the stand-in and send what they send on NumPy's."""
+    one = hybrid.collect(case, layout, worlds(layout.ranks).run(train, case, layout))
+    other = hybrid.run(case, layout, world=worlds(layout.ranks))
+    same_dict(flat(one), flat(other))
+    assert (one.bytes_held, one.peak_bytes) == (other.bytes_held, other.peak_bytes)
+    assert one.ledgers == other.ledgers
+
+
+def test_spawned_ranks() -> None:
+    """Ranks that do not descend from a fork, as CUDA needs them."""
+    with World(2, start_method="spawn") as world:
+        for pairs in world.run(collectives, "float16", (3,)):
+            same_dict({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
