@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from refpar.oracle.compare import Comparison, compare
     from refpar.parallel.hybrid import run as train
 
+__version__ = "0.1.0"
+
 # Names are imported when first used: `import refpar` alone costs next to nothing.
 _HOMES = {
     "Batch": "case", "Case": "case", "Layout": "case", "Trace": "case",

@@ -83,7 +83,7 @@ class Case:
     model: GPT | MLP
     optimizer: SGD | Adam | AdamW
     batches: tuple[Batch, ...]
-    precision: Precision = Precision()
+    precision: Precision = field(default_factory=Precision)
     clip: float | None = None
     divide: Literal["before", "after"] = "before"
     seed: int = 0

@@ -44,3 +44,8 @@ def ring_elements(n: int, ranks: int, rank: int) -> tuple[int, int]:
     """
     counts = sizes(n, ranks)
     return n - counts[rank], n - counts[(rank + 1) % ranks]
+
+
+def broadcast_elements(n: int, ranks: int, rank: int, root: int) -> int:
+    """Return how many elements ``rank`` sends in a broadcast of ``n``: all, but for the last of the chain."""
+    return n if (rank - root) % ranks < ranks - 1 else 0

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -231,7 +230,7 @@ def package_text() -> bytes:
 
 def report(rows: Sequence[Row], seed: int) -> dict[str, Any]:
     """Return what ``--json`` writes."""
-    versions = {"refpar": metadata.version("refpar"), "numpy": np.__version__, "python": platform.python_version()}
+    versions = {"refpar": refpar.__version__, "numpy": np.__version__, "python": platform.python_version()}
     return {
         "schema": 1,
         "passed": all(row.passed for row in rows),
