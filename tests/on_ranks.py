@@ -1,0 +1,194 @@
+"""What the tests of the ring run on the ranks. Apart from them, so that ranks import neither pytest nor Hypothesis.
+
+Inputs are made on the ranks from a seed, since arrays are dear to send; the parent makes the same.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from refpar import rng
+from refpar.comm import Communicator, ring
+
+GUARD = 77
+
+EXACT = {"int32": 2**27, "int64": 2**59, "float16": 2**11 / 16, "float32": 2**20, "float64": 2**49}
+"""Integers up to these, 8 of them added in any order, stay where the type holds every integer; halves stay below 2^11."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """What a rank brings: everything that follows from a seed, a rank and these fields."""
+
+    seed: int
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str = "C"
+    kind: str = "integers"  # or "reals"
+
+    def values(self, rank: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """Return the values of ``rank``, distinct from those of any other."""
+        shape = self.shape if shape is None else shape
+        key = (self.seed, "input", rank)
+        if self.kind == "integers":
+            high = int(EXACT[self.dtype])
+            return rng.integers(key, shape, -high, high + 1).astype(self.dtype)
+        spread = 2.0 ** rng.integers((*key, "exponent"), shape, -6, 7)
+        return ((rng.uniform(key, shape) - 0.5) * spread).astype(self.dtype)
+
+
+def laid_out(values: np.ndarray, layout: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return a view that holds ``values``, and the buffer around it, whose other cells hold GUARD."""
+    shape, n = values.shape, values.size
+    if layout == "strided":  # every second element along every axis
+        buffer = np.full([2 * s + 3 for s in shape], GUARD, values.dtype)
+        view = buffer[tuple(slice(1, 2 * s + 1, 2) for s in shape)]
+    else:
+        buffer = np.full(n + 6, GUARD, values.dtype)
+        view = buffer[3 : 3 + n]
+        if layout == "reversed":
+            view = view[::-1]
+        if layout == "F":
+            view = view.reshape(shape[::-1]).transpose()
+        elif layout == "swapped":  # neither C nor F order: the last two axes exchanged
+            view = view.reshape(*shape[:-2], *shape[-2:][::-1]).swapaxes(-1, -2) if len(shape) > 1 else view
+        view = view.reshape(shape) if layout in ("C", "reversed") else view
+    if not shape:
+        view = view.reshape(()) if layout != "strided" else buffer
+    view[...] = values
+    assert view.size == 0 or np.shares_memory(view, buffer)
+    return view, buffer
+
+
+def guarded(collective: Any, comm: Communicator, mine: np.ndarray, layout: str, place: str, result_shape: Any) -> Any:
+    """Call a collective on a view within guard cells; return its result when it has written nowhere else.
+
+    ``place`` says where the result goes: to a "new" array, to an "out" laid out alike, or "in place".
+    """
+    array, around = laid_out(mine, layout)
+    before = around.copy()
+    if place == "new":
+        result = collective(comm, array)
+        assert not np.shares_memory(result, around)
+    elif place == "out":
+        out, room = laid_out(np.full(result_shape, 5, mine.dtype), layout)
+        result = collective(comm, array, out=out)
+        assert result is out
+        copy = out.copy()
+        out[...] = GUARD
+        assert (room == GUARD).all(), "wrote outside of out"
+        out[...] = copy
+    else:
+        result = collective(comm, array, out=array)
+        assert result is array
+        copy = array.copy()
+        array[...] = mine
+        assert around.tobytes() == before.tobytes(), "wrote outside of array"
+        return copy
+    assert around.tobytes() == before.tobytes(), "the input has changed"
+    return np.array(result)
+
+
+def sent(comm: Communicator) -> tuple[int, int, int]:
+    return comm.ledger.messages_sent, comm.ledger.elements_sent, comm.ledger.bytes_sent
+
+
+def all_reduce(comm: Communicator, given: Input, op: str, accumulate: str | None, place: str) -> Any:
+    def collective(comm: Communicator, array: np.ndarray, **to: Any) -> np.ndarray:
+        return ring.all_reduce(comm, array, op, accumulate=accumulate, **to)
+
+    result = guarded(collective, comm, given.values(comm.rank), given.layout, place, given.shape)
+    return result, sent(comm)
+
+
+def reduce_scatter(
+    comm: Communicator, given: Input, op: str, accumulate: str | None, place: str, counts: list[int] | None
+) -> Any:
+    def collective(comm: Communicator, array: np.ndarray, **to: Any) -> np.ndarray:
+        return ring.reduce_scatter(comm, array, op, counts=counts, accumulate=accumulate, **to)
+
+    size = int(np.prod(given.shape, dtype=int))
+    part = len(np.array_split(np.empty(size), comm.size)[comm.rank]) if counts is None else counts[comm.rank]
+    return guarded(collective, comm, given.values(comm.rank), given.layout, place, (part,)), sent(comm)
+
+
+def all_gather(comm: Communicator, given: Input, place: str, counts: list[int] | None) -> Any:
+    mine = given.values(comm.rank) if counts is None else given.values(comm.rank, (counts[comm.rank],))
+    shape = (comm.size, *mine.shape) if counts is None else (sum(counts),)
+
+    def collective(comm: Communicator, array: np.ndarray, **to: Any) -> np.ndarray:
+        return ring.all_gather(comm, array, counts=counts, **to)
+
+    return guarded(collective, comm, mine, given.layout, place, shape), sent(comm)
+
+
+def all_gather_in_place(comm: Communicator, given: Input, counts: list[int]) -> Any:
+    """Gather from each rank's own place in the buffer that receives everybody's."""
+    whole, around = laid_out(np.full(sum(counts), 5, given.dtype), "C")
+    start = sum(counts[: comm.rank])
+    own = whole[start : start + counts[comm.rank]]
+    own[...] = given.values(comm.rank, own.shape)
+    assert ring.all_gather(comm, own, counts=counts, out=whole) is whole
+    assert (around[:3] == GUARD).all()
+    assert (around[-3:] == GUARD).all()
+    return whole.copy()
+
+
+def broadcast(comm: Communicator, given: Input, root: int, place: str) -> Any:
+    def collective(comm: Communicator, array: np.ndarray, **to: Any) -> np.ndarray:
+        return ring.broadcast(comm, array, root, **to)
+
+    return guarded(collective, comm, given.values(comm.rank), given.layout, place, given.shape), sent(comm)
+
+
+def all_to_all(comm: Communicator, given: Input) -> Any:
+    values = given.values(comm.rank, (comm.size, *given.shape))
+    array, around = laid_out(values, given.layout)
+    before = around.copy()
+    result = ring.all_to_all(comm, array)
+    assert around.tobytes() == before.tobytes()
+    return result, sent(comm)
+
+
+# Messages between two
+
+
+def send_and_receive(comm: Communicator, given: Input, into: str) -> Any:
+    """Send to the right, then receive from the left, into an array laid out in another way."""
+    array, _ = laid_out(given.values(comm.rank), given.layout)
+    comm.send(array, (comm.rank + 1) % comm.size)
+    array[...] = 0  # what was sent was sent, whatever becomes of the array
+    out, room = laid_out(np.full(given.shape, 5, given.dtype), into)
+    assert comm.recv(out, (comm.rank - 1) % comm.size) is out
+    copy = out.copy()
+    out[...] = GUARD
+    assert (room == GUARD).all()
+    return copy
+
+
+def everybody_sends_first(comm: Communicator, sizes: list[int]) -> bool:
+    """Send messages of all sizes to everybody, itself included, before receiving any."""
+    for number, size in enumerate(sizes):
+        for dest in range(comm.size):
+            comm.send(stamped(size, comm.rank, dest, number), dest)
+    for source in reversed(range(comm.size)):
+        for number, size in enumerate(sizes):
+            got = comm.recv(np.empty(size, np.float32), source)
+            np.testing.assert_array_equal(got, stamped(size, source, comm.rank, number))
+    return True
+
+
+def stamped(size: int, source: int, dest: int, number: int) -> np.ndarray:
+    """Return values that no other message has: whole numbers, exact in float32."""
+    return np.arange(size, dtype=np.float32) + 1000 * (source + 10 * dest + 100 * number)
+
+
+def swap(comm: Communicator, size: int) -> bool:
+    """Exchange large arrays with the neighbours in both directions at once."""
+    left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+    got = comm.sendrecv(stamped(size, comm.rank, right, 1), right, np.empty(size, np.float32), left)
+    np.testing.assert_array_equal(got, stamped(size, left, comm.rank, 1))
+    got = comm.sendrecv(stamped(size, comm.rank, left, 2), left, np.empty(size, np.float32), right)
+    np.testing.assert_array_equal(got, stamped(size, right, comm.rank, 2))
+    return True
