@@ -83,11 +83,13 @@ class CrossEntropy:
         xp = array_module(y)
         logits = xp.where(mask[..., None], widen(y), 0)
         targets = xp.where(mask, targets, 0)[..., None]  # (batch, seq, 1)
-        logits = logits - logits.max(axis=-1, keepdims=True)
-        exponentials = xp.exp(logits)
-        normaliser = total(exponentials, axis=-1, keepdims=True)
-        losses = xp.log(normaliser) - xp.take_along_axis(logits, targets, axis=-1)
-        return total(losses * mask[..., None]), (exponentials / normaliser, targets, mask, y.dtype)
+        logits -= logits.max(axis=-1, keepdims=True)
+        at_target = xp.take_along_axis(logits, targets, axis=-1)
+        probabilities = xp.exp(logits, out=logits)
+        normaliser = total(probabilities, axis=-1, keepdims=True)
+        probabilities /= normaliser
+        losses = (xp.log(normaliser) - at_target)[..., 0]  # (batch, seq)
+        return total(losses * mask), (probabilities, targets, mask, y.dtype)
 
     def backward(self, saved: Any, seed: float) -> Array:
         """Return ``seed * (probabilities - onehot(target))``, in the type of the logits."""
