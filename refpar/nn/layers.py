@@ -35,6 +35,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
 from refpar import rng
 from refpar.arrays import Array, accumulator, array_module, matmul, to_host, total, widen
 from refpar.nn.layer import At, Gradients, Params, ParamSpec, Residual, Sequential
