@@ -158,11 +158,9 @@ class Layout:
         return cls(**values)
 
     def __str__(self) -> str:
-        """What differs from one device, such as ``dp=2,micro_batches=3``."""
-        changed = (
-            f"{f.name}={getattr(self, f.name)}" for f in dataclasses.fields(self) if getattr(self, f.name) != f.default
-        )
-        return ",".join(changed) or "dp=1"
+        """``dp``, and what else differs from one device, such as ``dp=2,micro_batches=3``."""
+        changed = [f for f in dataclasses.fields(self) if f.name == "dp" or getattr(self, f.name) != f.default]
+        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed)
 
 
 Outcome = Literal["updated", "overflow", "no tokens"]

@@ -1,0 +1,140 @@
+"""What Hypothesis draws: whole training problems and layouts, the ugly ones by default.
+
+Shapes and options are drawn one by one, so that a failing example shrinks to the smallest model and
+layout; the numbers in them come from a drawn seed, and no two are alike.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from refpar import rng
+from refpar.case import Batch, Case, Layout
+from refpar.nn.models import GPT, MLP
+from refpar.optim import SGD, Adam, AdamW
+from refpar.precision import Precision
+
+seeds = st.integers(0, 2**32 - 1)
+few_ranks = st.sampled_from([1, 2, 3, 5])
+
+
+@st.composite
+def gpts(draw: st.DrawFn, *, max_layers: int = 2) -> GPT:
+    """Small GPTs: odd sizes, tied or not, with and without dropout."""
+    heads = draw(st.integers(1, 3))
+    return GPT(
+        vocabulary=draw(st.integers(3, 11)),
+        context=draw(st.integers(1, 5)),
+        width=heads * draw(st.integers(1, 3)),
+        layers=draw(st.integers(1, max_layers)),
+        heads=heads,
+        mlp_width=draw(st.integers(1, 7)),
+        dropout=draw(st.sampled_from([0.0, 0.25])),
+        tied=draw(st.booleans()),
+        activation=draw(st.sampled_from(["gelu", "relu"])),
+    )
+
+
+@st.composite
+def mlps(draw: st.DrawFn) -> MLP:
+    """MLPs of one to four layers; a width of 1 gives biases smaller than the number of ranks."""
+    return MLP(tuple(draw(st.lists(st.integers(1, 6), min_size=2, max_size=5))))
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> SGD | Adam | AdamW:
+    """Plain SGD, with momentum, Adam, AdamW; with and without decay and warm-up."""
+    warmup, decay = draw(st.sampled_from([0, 3])), draw(st.sampled_from([0.0, 0.1]))
+    return draw(
+        st.sampled_from(
+            [
+                SGD(lr=0.1, weight_decay=decay, warmup=warmup),
+                SGD(lr=0.1, momentum=0.5, weight_decay=decay, warmup=warmup),
+                Adam(lr=0.01, weight_decay=decay, warmup=warmup),
+                AdamW(lr=0.01, weight_decay=decay, warmup=warmup),
+            ]
+        )
+    )
+
+
+def batch(model: GPT | MLP, rows: int, share: float, seed: int, step: int) -> Batch:
+    """Return rows of distinct numbers, of which about ``share`` of the targets count.
+
+    Masked targets hold -100, as is the custom, and must not be looked at.
+    """
+    key = (seed, "batch", step)
+    if isinstance(model, MLP):
+        mask = rng.uniform((*key, "mask"), (rows,)) < share
+        inputs, targets = (
+            rng.uniform((*key, name), (rows, width)) * 4 - 2
+            for name, width in (("x", model.widths[0]), ("y", model.widths[-1]))
+        )
+        return Batch(inputs, targets, mask)
+    shape = rows, model.context
+    mask = rng.uniform((*key, "mask"), shape) < share
+    inputs, targets = (rng.integers((*key, name), shape, 0, model.vocabulary) for name in ("x", "y"))
+    return Batch(inputs, np.where(mask, targets, -100), mask)
+
+
+@st.composite
+def cases(
+    draw: st.DrawFn,
+    *,
+    models: st.SearchStrategy[GPT | MLP] | None = None,
+    max_steps: int = 3,
+    precisions: st.SearchStrategy[Precision] | None = None,
+) -> Case:
+    """Whole problems. Rows may be fewer than ranks or none at all, and a step may have no token that counts."""
+    model = draw(models or gpts() | mlps())
+    seed = draw(seeds)
+    batches = tuple(
+        batch(model, draw(st.integers(0, 7)), draw(st.sampled_from([0.0, 0.4, 1.0])), seed, step)
+        for step in range(draw(st.integers(1, max_steps)))
+    )
+    return Case(
+        model,
+        draw(optimizers()),
+        batches,
+        precision=draw(precisions) if precisions else Precision(),
+        clip=draw(st.sampled_from([None, 0.05, 1e6])),
+        divide=draw(st.sampled_from(["before", "after"])),
+        seed=seed,
+    )
+
+
+@st.composite
+def exact_cases(draw: st.DrawFn, *, compute: str = "float64") -> Case:
+    """MLPs of small integers with ReLU, held to the squared error: one step of them rounds nothing, in any order.
+
+    Weights, inputs and targets are -1, 0 or 1, at most four features wide and three layers deep, so that no sum
+    of magnitudes exceeds 2^11, and float16 is exact too. The number of rows that count is a power of two, and so
+    is the learning rate.
+    """
+    widths = tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4)))
+    model = MLP(widths, init="integers")
+    seed = draw(seeds)
+    counted = 2 ** draw(st.integers(0, 2))
+    rows = counted + draw(st.integers(0, 3))
+    mask = np.zeros(rows, bool)
+    mask[np.argsort(rng.uniform((seed, "mask"), (rows,)))[:counted]] = True
+    inputs, targets = (
+        rng.integers((seed, name), (rows, width), -1, 2).astype(np.float64)
+        for name, width in (("x", widths[0]), ("y", widths[-1]))
+    )
+    return Case(
+        model,
+        SGD(lr=0.25, momentum=draw(st.sampled_from([0.0, 0.5]))),
+        (Batch(inputs, targets, mask),),
+        precision=Precision(compute),
+        divide=draw(st.sampled_from(["before", "after"])),
+        seed=seed,
+    )
+
+
+@st.composite
+def data_parallel(draw: st.DrawFn) -> Layout:
+    """Replicas and micro-batches, with buckets from one element to everything."""
+    return Layout(
+        dp=draw(few_ranks), micro_batches=draw(st.integers(1, 4)), bucket=draw(st.sampled_from([1, 7, 64, 1 << 18]))
+    )

@@ -1,0 +1,33 @@
+"""The one property of the project, as a function: for a case and a layout, the trace is that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from refpar import single
+from refpar.case import Case, Layout, Trace
+from refpar.comm import World
+from refpar.oracle import compare
+from refpar.parallel import hybrid
+
+Worlds = Callable[[int], World]
+
+
+def hold(case: Case, layout: Layout, worlds: Worlds) -> Trace:
+    """Assert that ``case`` in ``layout`` gives what one device gives, within what its own order can change.
+
+    Replicas are compared bit for bit inside the run, and putting the trace together asserts that every
+    element is written exactly once.
+    """
+    trace = hybrid.run(case, layout, world=worlds(layout.ranks))
+    comparison = compare.compare(trace, single.train(case))
+    assert comparison.ok, f"{layout}: {comparison}"
+    return trace
+
+
+def hold_exactly(case: Case, layout: Layout, worlds: Worlds) -> Trace:
+    """Assert that ``case`` in ``layout`` gives the very bits of one device."""
+    trace = hybrid.run(case, layout, world=worlds(layout.ranks))
+    comparison = compare.compare(trace, single.train(case), bounds=[])
+    assert comparison.ok, f"{layout}: {comparison}"
+    return trace
