@@ -44,8 +44,11 @@ def slices(spec: ParamSpec, tp: int, t: int) -> tuple[slice, ...]:
 
 
 def slice_initial(whole: HostArray, spec: ParamSpec, tp: int, t: int) -> HostArray:
-    """Return this rank's part of an initial value that was drawn whole, so that it does not depend on ``tp``."""
-    return np.ascontiguousarray(whole[slices(spec, tp, t)])
+    """Return this rank's part of an initial value that was drawn whole, so that it does not depend on ``tp``.
+
+    A copy: a view would keep the whole in memory.
+    """
+    return whole[slices(spec, tp, t)].copy()
 
 
 def positions(spec: ParamSpec, tp: int, t: int) -> Positions:
