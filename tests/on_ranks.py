@@ -3,6 +3,7 @@
 Inputs are made on the ranks from a seed, since arrays are dear to send; the parent makes the same.
 """
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,3 +193,107 @@ def swap(comm: Communicator, size: int) -> bool:
     got = comm.sendrecv(stamped(size, comm.rank, left, 2), left, np.empty(size, np.float32), right)
     np.testing.assert_array_equal(got, stamped(size, right, comm.rank, 2))
     return True
+
+
+# Bugs that others have had
+
+
+def powers_of_two(comm: Communicator, place: str) -> list[float]:
+    array = np.full(4, 2.0**comm.rank)
+    return list(ring.all_reduce(comm, array, out=array if place == "in place" else None))
+
+
+def reduce_transposed(comm: Communicator) -> np.ndarray:
+    return ring.all_reduce(comm, np.arange(4).reshape(2, 2).T)
+
+
+def gather_permuted(comm: Communicator) -> np.ndarray:
+    rows = 2 - comm.rank
+    array = (100 * comm.rank + np.arange(4.0 * rows)).reshape(rows, 4).T
+    return ring.all_gather(comm, array, counts=[8, 4])
+
+
+def sum_of_halves(comm: Communicator, values: list[float]) -> float:
+    return float(ring.all_reduce(comm, np.array(values[comm.rank], np.float16)))
+
+
+def every_collective_of_123(comm: Communicator) -> list[Any]:
+    x = np.array([1.0, 2.0, 3.0])
+    reduced = ring.all_reduce(comm, x), ring.all_reduce(comm, x, "max"), ring.reduce_scatter(comm, x)
+    return [r.tolist() for r in (*reduced, ring.all_gather(comm, x), ring.broadcast(comm, x))]
+
+
+def gather_what_there_is(comm: Communicator) -> list[int]:
+    mine = [[10, 11], [], [30]][comm.rank]
+    return list(ring.all_gather(comm, np.array(mine, np.int64), counts=[2, 0, 1]).tolist())
+
+
+def maximum_with_nan(comm: Communicator) -> np.ndarray:
+    return ring.all_reduce(comm, np.array([np.nan if comm.rank == 1 else 1.0, comm.rank]), "max")
+
+
+def slow_reader(comm: Communicator, messages: int) -> list[int] | None:
+    array = np.empty(1, np.int64)
+    if comm.rank == 0:
+        for number in range(messages):
+            array[0] = number
+            comm.send(array, 1)
+        return None
+    read = []
+    for _ in range(messages):
+        time.sleep(0.001)
+        read.append(int(comm.recv(array, 0)[0]))
+    return read
+
+
+def overlaps(comm: Communicator) -> list[str]:
+    x = np.zeros(6)
+    calls = [
+        lambda: ring.all_reduce(comm, x[:4], out=x[1:5]),
+        lambda: ring.all_reduce(comm, x[:4], out=x[3::-1]),  # the same memory, in another order
+        lambda: ring.all_gather(comm, x[1:4], counts=[3, 3], out=x),
+        lambda: ring.broadcast(comm, x[:4], out=x[2:]),
+    ]
+    return [complaint(comm, lambda _, call=call: call()) for call in calls]
+
+
+def complaint(comm: Communicator, fn: Any) -> str:
+    """Return the message of the error that ``fn(comm)`` raises."""
+    try:
+        fn(comm)
+    except (TypeError, ValueError) as error:
+        assert comm.ledger.messages_sent == 0
+        return str(error)
+    raise AssertionError(f"{fn} was accepted")
+
+
+def reduce_bool(comm: Communicator) -> None:
+    ring.all_reduce(comm, np.array([True]))
+
+
+def mean(comm: Communicator) -> None:
+    ring.all_reduce(comm, np.ones(2), "mean")
+
+
+def narrower(comm: Communicator) -> None:
+    ring.all_reduce(comm, np.ones(2), accumulate=np.float32)
+
+
+def wrong_out(comm: Communicator) -> None:
+    ring.all_reduce(comm, np.ones(2), out=np.ones(3))
+
+
+def wrong_counts(comm: Communicator) -> None:
+    ring.reduce_scatter(comm, np.ones(3), counts=[1, 1])
+
+
+def no_such_rank(comm: Communicator) -> None:
+    comm.send(np.ones(3), comm.size)
+
+
+def no_such_root(comm: Communicator) -> None:
+    ring.broadcast(comm, np.ones(3), 5)
+
+
+def rows_for_nobody(comm: Communicator) -> None:
+    ring.all_to_all(comm, np.ones(3))

@@ -201,3 +201,103 @@ def test_everybody_may_send_before_anybody_receives(worlds: Any, ranks: int) -> 
 def test_large_messages_cross(worlds: Any, ranks: int) -> None:
     """An exchange of messages larger than the mailbox, in both directions, comes to an end (cupy@909951e12)."""
     assert all(worlds(ranks).run(on_ranks.swap, 3 * SLOT // 4))
+
+
+# Bugs that others have had
+
+
+@pytest.mark.parametrize("place", ["new", "in place"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_value_is_sent_on_before_it_is_overwritten(worlds: Any, ranks: int, place: str) -> None:
+    """Right for two ranks and wrong for three was microsoft/ark#253: 1, 2, 4 must give 7 everywhere."""
+    results = worlds(ranks).run(on_ranks.powers_of_two, place)
+    assert results == [[2.0**ranks - 1] * 4] * ranks
+
+
+@pytest.mark.parametrize(("n", "ranks"), [(6, 5), (33, 8), (5, 3), (9, 8), (2, 5), (0, 5), (1, 8)])
+def test_no_element_is_left_out_and_none_written_beyond(worlds: Any, n: int, ranks: int) -> None:
+    """Chunks rounded up run past the end (horovod/horovod#411), rounded down leave the tail out
+    (ROCm/rocm-systems#7711), and fewer elements than ranks make empty ones (ROCm/rocm-systems#3213).
+    """
+    given_ = Input(n, (n,), "float64")
+    for place in ("new", "out", "in place"):
+        results, _ = zip(*worlds(ranks).run(on_ranks.all_reduce, given_, "sum", None, place), strict=True)
+        assert_same(list(results), reduced(given_, ranks, "sum"))
+
+
+def test_the_split_rule_is_that_of_numpy() -> None:
+    """5 rows over 4 ranks are 2, 1, 1, 1, not 2, 2, 1, 0 (pytorch/pytorch#103306), and 2 over 4 are 1, 1, 0, 0."""
+    assert split.sizes(5, 4) == [2, 1, 1, 1]
+    assert split.sizes(2, 4) == [1, 1, 0, 0]
+    for n in range(20):
+        for parts in range(1, 9):
+            assert split.sizes(n, parts) == [len(part) for part in np.array_split(np.arange(n), parts)]
+
+
+def test_a_transposed_array_is_reduced_and_returned(worlds: Any) -> None:
+    """Not reduced in a contiguous copy that nobody looks at (NVIDIA/Megatron-LM#5337)."""
+    for result in worlds(2).run(on_ranks.reduce_transposed):
+        np.testing.assert_array_equal(result, 2 * np.arange(4).reshape(2, 2).T)
+
+
+def test_memory_order_may_differ_between_ranks(worlds: Any) -> None:
+    """An axis of length 1 makes a permuted array contiguous on one rank alone (helmholtz-analytics/heat#1058)."""
+    expected = np.concatenate([np.arange(8.0).reshape(2, 4).T.ravel(), 100 + np.arange(4.0)])
+    for result in worlds(2).run(on_ranks.gather_permuted):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_halves_are_summed_in_float32_and_rounded_once(worlds: Any) -> None:
+    """Two 40,000 sum to infinity in halves, although the total is finite (horovod/horovod#1699)."""
+    results = worlds(3).run(on_ranks.sum_of_halves, [40000, 40000, -40000])
+    assert results == [40000.0] * 3  # 80,000 on the way
+    assert worlds(3).run(on_ranks.sum_of_halves, [2048, 1, 1]) == [2050.0] * 3  # 2048 + 1 is 2048 in halves
+    assert worlds(2).run(on_ranks.sum_of_halves, [6e-8, 0]) == [float(np.float16(6e-8))] * 2
+
+
+def test_one_rank_changes_nothing(worlds: Any) -> None:
+    """A world of one is no special case that collapses an array (huggingface/accelerate#1268)."""
+    (got,) = worlds(1).run(on_ranks.every_collective_of_123)
+    assert got == [[1, 2, 3], [1, 2, 3], [1, 2, 3], [[1, 2, 3]], [1, 2, 3]]
+
+
+def test_an_empty_contribution_is_a_contribution(worlds: Any) -> None:
+    """Ranks without work take part (NVIDIA/Megatron-LM@90f39a3bfa)."""
+    assert worlds(3).run(on_ranks.gather_what_there_is) == [[10, 11, 30]] * 3
+
+
+def test_nan_wins_a_maximum(worlds: Any) -> None:
+    """An overflow seen by one rank is seen by all."""
+    for result in worlds(3).run(on_ranks.maximum_with_nan):
+        np.testing.assert_array_equal(result, [np.nan, 2.0])
+
+
+def test_a_slow_reader_sees_every_message(worlds: Any) -> None:
+    """Two slots are not refilled before they were read (deepspeedai/DeepSpeed#7371)."""
+    assert worlds(2).run(on_ranks.slow_reader, 20) == [None, list(range(20))]
+
+
+def test_overlap_is_refused(worlds: Any) -> None:
+    """Results that would overwrite input before it was sent (NVIDIA/nccl-tests#261)."""
+    for messages in worlds(2).run(on_ranks.overlaps):
+        assert len(messages) == 4
+        assert all("overlaps array" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("fn", "words"),
+    [
+        (on_ranks.reduce_bool, "array is of bool"),
+        (on_ranks.mean, "op is 'mean'; it must be one of 'sum', 'max'"),
+        (on_ranks.narrower, "accumulate is float32; sums of float64"),
+        (on_ranks.wrong_out, "out is ndarray float64 (3,); it must be ndarray float64 (2,)"),
+        (on_ranks.wrong_counts, "counts is [1, 1]; it must be 2 numbers, not negative that sum to 3"),
+        (on_ranks.no_such_rank, "dest is 2; the ranks of world are 0 to 1"),
+        (on_ranks.no_such_root, "root is 5; the ranks of world are 0 to 1"),
+        (on_ranks.rows_for_nobody, "its first axis must be the 2 receivers"),
+    ],
+)
+def test_bad_arguments_are_named(worlds: Any, fn: Any, words: str) -> None:
+    """On the rank that gave them, before anything is sent."""
+    for message in worlds(2).run(on_ranks.complaint, fn):
+        assert words in message

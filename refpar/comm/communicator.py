@@ -79,10 +79,10 @@ class Communicator:
 
     def send(self, array: Array, dest: int) -> None:
         """Send a copy of ``array``, in C order whatever its strides. Does not wait for the receiver."""
-        host = _contiguous(array)
+        peer, host = self._peer("dest", dest), _contiguous(array)
         with self.operation("send", host.dtype, host.shape, numbered=False):
             self._count(host)
-            self.transport.send(self._peer("dest", dest), self._call, _raw(host))
+            self.transport.send(peer, self._call, _raw(host))
 
     def recv(self, out: Array, source: int) -> Array:
         """Receive into ``out``, which has the shape and dtype of what is sent, and return it."""
@@ -121,16 +121,11 @@ class Communicator:
         -----
         Waits until ``dest`` has taken what was sent, so all ranks concerned must be in the same operation.
         """
-        host = _contiguous(array)
-        dtype = np.dtype(dtype or host.dtype)
-        size = dtype.itemsize
+        to, from_, host = self._peer("dest", dest), self._peer("source", source), _contiguous(array)
+        kind = np.dtype(dtype or host.dtype)
         self._count(host)
         self.transport.exchange(
-            self._peer("dest", dest),
-            _raw(host),
-            self._peer("source", source),
-            self._call,
-            lambda start, piece: consume(start // size, piece.view(dtype)),
+            to, _raw(host), from_, self._call, lambda start, piece: consume(start // kind.itemsize, piece.view(kind))
         )
 
     def barrier(self) -> None:
