@@ -6,19 +6,23 @@ cupy package where that is installed; and this project's code on its arrays, hel
 
 from __future__ import annotations
 
+import ast
 import copy
 import importlib.util
 import operator
 import pickle
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import cupy_surface
 import numpy as np
+import on_strict
 import pytest
 import strictpy
 
+import refpar.arrays
 from refpar import optim, rng, single
 from refpar.arrays import accumulator, array_module, matmul, to_host, total, widen
 from refpar.case import Batch, Case, Layout, Trace
@@ -361,6 +365,36 @@ def test_an_index_out_of_range_raises() -> None:
             line(x, i[None] + 1, 1)
 
 
+SOURCES = sorted(Path(refpar.arrays.__file__).parent.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(SOURCES[0].parent)))
+def test_every_name_taken_from_the_library_is_in_cupy(path: Path) -> None:
+    """Lines that no test runs are read: ``xp.name(keyword=...)``, whatever ``xp`` is, must be in the package."""
+    for call in ast.walk(ast.parse(path.read_text())):
+        if isinstance(call, ast.Attribute) and (names := from_library(call)) and names[0][0] != "_":
+            kind = strictpy._surface.entry("cupy", names[0])
+            if len(names) > 1 and kind.startswith("ufunc"):
+                assert names[1] in kind.split(), f"{path}:{call.lineno}: no {'.'.join(names)} in cupy"
+        elif isinstance(call, ast.Call) and len(names := from_library(call.func)) == 1:
+            ufunc = strictpy._surface.entry("cupy", names[0]).startswith("ufunc")
+            signature = strictpy._surface.signature(*(("cupy.ufunc", "__call__") if ufunc else ("cupy", names[0])))
+            unknown = {keyword.arg for keyword in call.keywords} - set(signature.parameters) - {None}
+            assert not unknown, f"{path}:{call.lineno}: no {unknown} in cupy.{names[0]}{signature}"
+
+
+def from_library(node: ast.AST) -> list[str]:
+    """Return ``["add", "at"]`` for ``xp.add.at``, and for ``array_module(x).add.at``; nothing for anything else."""
+    names: list[str] = []
+    while isinstance(node, ast.Attribute):
+        names.insert(0, node.attr)
+        node = node.value
+    if isinstance(node, ast.Call):
+        node = node.func
+        return names if isinstance(node, ast.Name) and node.id == "array_module" else []
+    return names if isinstance(node, ast.Name) and node.id == "xp" else []
+
+
 @pytest.mark.cupy
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="the cupy package is not installed")
 def test_the_committed_surface_is_that_of_the_installed_cupy() -> None:
@@ -451,49 +485,13 @@ def test_optimizers(optimizer: optim.Optimizer, dtype: str) -> None:
     same_dict(updates(strictpy), updates(np))
 
 
-def collectives(comm: Any, dtype: str, shape: tuple[int, ...]) -> dict[str, tuple[Any, Any]]:
-    """Return the result of every collective on NumPy's arrays and on the stand-in's, run on one rank."""
-
-    def run(xp: Any) -> dict[str, Any]:
-        values = rng.integers((comm.rank, dtype), shape, -9, 10).astype(dtype)
-        x = xp.asarray(values)
-        turned, guarded = xp.asarray(values.T).T, xp.zeros((values.size + 2,), dtype=dtype)
-        counts = [0] * (comm.size - 1) + [x.size]
-        results = {
-            "sum": ring.all_reduce(comm, x),
-            "max": ring.all_reduce(comm, turned, "max"),
-            "in place": ring.all_reduce(comm, x, out=(place := x.copy())),
-            "into a part": ring.all_reduce(comm, x.reshape(x.size), out=guarded[1:-1]),
-            "the rest": guarded,
-            "scatter": ring.reduce_scatter(comm, x),
-            "scatter by counts": ring.reduce_scatter(comm, turned, counts=counts),
-            "gather": ring.all_gather(comm, x),
-            "broadcast": ring.broadcast(comm, x, comm.size - 1),
-            "to all": ring.all_to_all(comm, xp.stack([x + i for i in range(comm.size)])),
-            "right neighbour": comm.sendrecv(
-                x, (comm.rank - 1) % comm.size, xp.empty(shape, dtype=dtype), (comm.rank + 1) % comm.size
-            ),
-        }
-        assert results["in place"] is place
-        assert ring.all_reduce(comm, place, out=place) is place
-        results["twice"] = place
-        if dtype == "float16":
-            results["sum in halves"] = ring.all_reduce(comm, x, accumulate=np.float16)
-        assert {array_module(x) for x in results.values()} == {xp}
-        same_bits(to_host(x), values)  # inputs are left alone
-        return {name: to_host(x) for name, x in results.items()}
-
-    mine, theirs = run(np), run(strictpy)
-    return {name: (theirs[name], mine[name]) for name in mine}
-
-
 @pytest.mark.parametrize("dtype", ring.DTYPES)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ring(worlds: Callable[[int], World], ranks: int, dtype: str) -> None:
     """Every collective, in real ranks, with shapes that do not divide, down to nothing."""
     for shape in [(), (0,), (2,), (3, 4)]:
-        for pairs in worlds(ranks).run(collectives, dtype, shape):
-            same_dict({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
+        for theirs, mine in worlds(ranks).run(on_strict.both, dtype, shape):
+            same_dict(theirs, mine)
 
 
 CASES = {
@@ -521,16 +519,26 @@ def test_single_device(case: Case) -> None:
     assert (one.bytes_held, one.peak_bytes) == (other.bytes_held, other.peak_bytes)
 
 
-def train(comm: Any, case: Case, layout: Layout) -> Any:
-    return hybrid.train(comm, case, layout, xp=strictpy)
+LAYOUTS = [
+    "dp=3",
+    "dp=3,micro_batches=2,bucket=50",
+    "dp=3,zero=1",
+    "dp=3,zero=2,micro_batches=2",
+    "dp=3,zero=3,recompute=block",
+    "tp=2",
+    "pp=3,micro_batches=3",
+    "pp=3,micro_batches=2,schedule=gpipe",
+    "dp=2,tp=2,pp=2,zero=2,micro_batches=2,recompute=1",
+]
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(dp=3, micro_batches=2, bucket=50)], ids=repr)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_data_parallel(worlds: Callable[[int], World], case: Case, layout: Layout) -> None:
-    """Three real ranks train on arrays of the stand-in and send what they send on NumPy's."""
-    one = hybrid.collect(case, layout, worlds(layout.ranks).run(train, case, layout))
-    other = hybrid.run(case, layout, world=worlds(layout.ranks))
+def test_techniques(worlds: Callable[[int], World], case: Case, layout: str) -> None:
+    """Real ranks train on arrays of the stand-in, and send and hold what they do on NumPy's."""
+    split = Layout.parse(layout)
+    one = hybrid.collect(case, split, worlds(split.ranks).run(on_strict.train, case, split))
+    other = hybrid.run(case, split, world=worlds(split.ranks))
     same_dict(flat(one), flat(other))
     assert (one.bytes_held, one.peak_bytes) == (other.bytes_held, other.peak_bytes)
     assert one.ledgers == other.ledgers
@@ -539,5 +547,5 @@ def test_data_parallel(worlds: Callable[[int], World], case: Case, layout: Layou
 def test_spawned_ranks() -> None:
     """Ranks that do not descend from a fork, as CUDA needs them."""
     with World(2, start_method="spawn") as world:
-        for pairs in world.run(collectives, "float16", (3,)):
-            same_dict({n: a for n, (a, _) in pairs.items()}, {n: b for n, (_, b) in pairs.items()})
+        for theirs, mine in world.run(on_strict.both, "float16", (3,)):
+            same_dict(theirs, mine)
