@@ -27,12 +27,12 @@ sends an activation to the next one, which sends it a gradient, and both wait. O
 direction of each boundary is enough. GPipe sends one way at a time and needs none.
 
 Instructions name a micro-batch ``m`` and a *virtual stage* ``v``, a slice of the model, so that a stage can
-hold several slices (interleaving, Narayanan et al. 2021, section 2.2.2). `validate` and the simulator find
+hold several slices (interleaving, Narayanan et al. 2021, section 2.2.2). :func:`validate` and the simulator find
 out from the lists who holds which slice; neighbouring slices on one stage pass their values on without a
 message. No interleaved schedule is built here: beware that one deadlocks on a ragged last group unless K
 divides M.
 
-Timeline, bubble, live micro-batches and the room that messages need are computed in ``simulator.py``.
+Timeline, bubble, live micro-batches and the room that messages need are computed in :mod:`refpar.parallel.simulator`.
 
 GPipe: Huang et al. 2018, section 2.3, figure 2c. 1F1B with a flush: Narayanan et al. 2019 (PipeDream),
 section 3.2; Fan et al. 2020 (DAPPLE), section 3; Narayanan et al. 2021, section 2.2.1.
@@ -43,6 +43,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+from refpar import split
 
 # ------------------------------------------------------------------------------------------ instructions
 
@@ -136,7 +138,7 @@ def gpipe(K: int, M: int) -> Schedule:
 def one_f_one_b(K: int, M: int) -> Schedule:
     """Return the 1F1B schedule: after a warm-up each forward pass is followed by the oldest backward pass.
 
-    Parameters and errors as in `gpipe`.
+    Parameters and errors as in :func:`gpipe`.
     """
     _check_counts(K, M)
     return tuple(_one_f_one_b_stage(v, K, M) for v in range(K))
@@ -186,8 +188,8 @@ def stages_of(units: int, stages: int | Sequence[int]) -> tuple[range, ...]:
     Parameters
     ----------
     units : how many units the model has
-    stages : the number of stages, over which the units are split near-evenly, the first ``units % stages``
-        stages holding one more; or the number of units of each stage, by hand
+    stages : the number of stages, over which :mod:`refpar.split` divides the units near-evenly, the first
+        ``units % stages`` stages holding one more; or the number of units of each stage, by hand
 
     Raises
     ------
@@ -201,8 +203,7 @@ def stages_of(units: int, stages: int | Sequence[int]) -> tuple[range, ...]:
     _check_at_least_one("units", units)
     if isinstance(stages, int):
         _check_at_least_one("stages", stages)
-        whole, longer = divmod(units, stages)
-        counts = [whole + (stage < longer) for stage in range(stages)]
+        counts = split.sizes(units, stages)
     else:
         counts = list(stages)
     for stage, count in enumerate(counts):
@@ -212,8 +213,7 @@ def stages_of(units: int, stages: int | Sequence[int]) -> tuple[range, ...]:
             )
     if sum(counts) != units:
         raise ValueError(f"stages={counts} adds up to {sum(counts)} units, and the model has {units}")
-    ends = [sum(counts[: stage + 1]) for stage in range(len(counts))]
-    return tuple(range(end - count, end) for end, count in zip(ends, counts, strict=True))
+    return tuple(split.ranges(counts))
 
 
 def _check_counts(K: int, M: int) -> None:
@@ -256,9 +256,9 @@ def validate(schedule: Sequence[Sequence[Instruction]], M: int | None = None) ->
 
     Each slice of each micro-batch runs forward once and then backward once; what comes from another stage is
     received once, before it is used, and what goes there is sent once, after it is made; each list ends with
-    its only reduction and its only step (a reduction or a step for every micro-batch is a classic mistake);
-    and on each directed edge messages are received in the order in which they are sent. Whether
-    stages nevertheless end up waiting for each other depends on the transport: ask the simulator.
+    its only reduction and its only step (one for every micro-batch is a classic mistake); and on each directed
+    edge messages are received in the order in which they are sent. Whether stages nevertheless end up waiting
+    for each other depends on the transport: ask :func:`refpar.parallel.simulator.simulate`.
 
     Parameters
     ----------

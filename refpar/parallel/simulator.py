@@ -146,7 +146,7 @@ def simulate(
 
     Parameters
     ----------
-    schedule : for each stage its instructions; `validate` is called first
+    schedule : for each stage its instructions; :func:`refpar.parallel.schedule.validate` is called first
     capacity : messages for which each directed edge between two stages has room; None for no limit
     forward, backward : cost of a pass, above 0; or a cost for each slice. A float counts as the binary
         fraction that it is
