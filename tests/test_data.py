@@ -66,7 +66,7 @@ def test_accumulation_changes_nothing(worlds: Worlds, case: Case, one: int, othe
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_tokens_are_counted_over_all_ranks(worlds: Worlds, ranks: int) -> None:
-    """A row of one token and a row of three weigh as their tokens do, not as their means (huggingface/transformers#34242)."""
+    """One token and three weigh as tokens do, not as two means (huggingface/transformers#34242)."""
     model = GPT(vocabulary=7, context=3, width=4, layers=1, heads=2)
     given_batch = batch(model, 2, 1.0, 0, 0)
     mask = np.array([[True, False, False], [True, True, True]])

@@ -1,0 +1,88 @@
+"""The catalogue of mistakes: each is seen, by what it should be seen by, and leaves nothing behind."""
+
+import contextlib
+import math
+
+import pytest
+from strategies import batch
+from truth import Worlds
+
+from refpar import RankError, optim, single
+from refpar.case import Case, Trace
+from refpar.nn.models import GPT
+from refpar.optim import AdamW
+from refpar.oracle import bounds, compare, mistakes
+from refpar.oracle.mistakes import CATALOGUE, Mistake
+from refpar.parallel import hybrid
+
+MARGIN = 1e6
+"""A mistake must be this many times its bound off: the bound has room for rounding, not for anything else."""
+
+INSIDE = {"replicas": "drifted apart", "agreement": "ranks disagree", "mismatch": "ranks do not agree on what to do"}
+"""What a run notices by itself."""
+
+
+def witness(mistake: Mistake) -> Case:
+    """A case on which every mistake shows: odd sizes, tied weight, dropout, ragged tokens, decay, a clip that bites."""
+    model = GPT(vocabulary=11, context=5, width=6, layers=2, heads=3, dropout=0.25)
+    batches = tuple(batch(model, rows=7, share=0.6, seed=5, step=step) for step in range(3))
+    return Case(model, AdamW(lr=0.05, weight_decay=0.1), batches, clip=mistake.clip, seed=5)
+
+
+@pytest.fixture(scope="module")
+def truths() -> dict[float, tuple[Trace, bounds.Bounds]]:
+    """The witness on one device, computed before any mistake is made, with its bounds."""
+    made = {}
+    for mistake in CATALOGUE.values():
+        if mistake.clip not in made:
+            truth = single.train(witness(mistake))
+            made[mistake.clip] = truth, bounds.spread(truth)
+    return made
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_mistake_is_caught(worlds: Worlds, truths: dict[float, tuple[Trace, bounds.Bounds]], name: str) -> None:
+    """Made on purpose, it is seen first where it first goes wrong, and by a margin of a million bounds."""
+    mistake = CATALOGUE[name]
+    case, world = witness(mistake), worlds(mistake.layout.ranks)
+    truth, allowed = truths[mistake.clip]
+    assert compare.compare(hybrid.run(case, mistake.layout, world=world), truth, bounds=allowed).ok
+    if mistake.seen in INSIDE:
+        with pytest.raises((RankError, AssertionError), match=INSIDE[mistake.seen]):
+            mistakes.run(name, case, mistake.layout, world=world)
+        return
+    trace = mistakes.run(name, case, mistake.layout, world=world)
+    verdict = compare.compare(trace, truth, bounds=allowed)
+    assert verdict.first is not None, "nobody would have noticed"
+    assert verdict.first.name.partition("/")[0] == mistake.seen
+    assert verdict.first.error >= MARGIN * verdict.first.bound
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_mistake_is_explained(name: str) -> None:
+    """Each says in words what is done wrong and where it was made."""
+    mistake = CATALOGUE[name]
+    assert mistake.what.endswith(".")
+    assert all("#" in bug or "@" in bug for bug in mistake.bugs)
+    assert mistake.bugs
+
+
+def test_right_function_comes_back_whatever_happens() -> None:
+    """Also when the run inside raises; and one mistake at a time."""
+    right = optim.clip_factor
+    with contextlib.suppress(ZeroDivisionError), mistakes.applied("nothing_clipped"):
+        assert optim.clip_factor(5.0, 1.0) == 1.0
+        assert mistakes.active() == "nothing_clipped"
+        with pytest.raises(RuntimeError, match="norms_added cannot be made while nothing_clipped is"):
+            mistakes.applied("norms_added").__enter__()
+        raise ZeroDivisionError
+    assert optim.clip_factor is right
+    assert mistakes.active() is None
+    assert math.isclose(optim.clip_factor(5.0, 1.0), 0.2)
+
+
+def test_ranks_are_clean_after_a_mistake(worlds: Worlds) -> None:
+    """A standing rank does not remember the mistake it has made."""
+    case = witness(CATALOGUE["nothing_clipped"])
+    mistakes.run("nothing_clipped", case, CATALOGUE["nothing_clipped"].layout, world=worlds(1))
+    assert worlds(1).run(lambda comm: mistakes.active()) == [None]
