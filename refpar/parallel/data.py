@@ -54,8 +54,7 @@ class DataParallel:
         self.weights: dict[str, Array] = {}
         self.publish()
         self.final = final_names(units)
-        sizes = {name: p.size for name, p in masters.items()}
-        self.buckets = buckets((name for names in self.final for name in names), sizes, bucket)
+        self.buckets = bucketed(units, {name: p.size for name, p in masters.items()}, bucket)
         self.begin()
 
     def begin(self) -> None:
@@ -72,8 +71,9 @@ class DataParallel:
         """Hear that unit ``index`` has run backward; in the last micro-batch, reduce what is final."""
         if last:
             self.ready.update(self.final[-1 - index])
-            while self.waiting and self.ready.issuperset(self.waiting[0]):
-                self.reduce(self.waiting.pop(0))
+            for names in [bucket for bucket in self.waiting if self.ready.issuperset(bucket)]:
+                self.waiting.remove(names)
+                self.reduce(names)
 
     def reduce(self, names: Sequence[str]) -> None:
         """Replace the gradients of one bucket by their sums over all ranks."""
@@ -128,15 +128,27 @@ def buckets(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[
     return [group for group in groups if group]
 
 
+def bucketed(units: Units, sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+    """Return the buckets of a list of units, in the order in which their gradients become final.
+
+    What tensor parallelism slices has buckets of its own. The order in which a ring adds up an element depends on
+    the chunk it lies in, and three numbers added in another order are other bits: a norm that shares a bucket
+    with slices of unequal size would drift apart between tensor-parallel ranks, from 3 replicas on.
+    """
+    axes = {name: spec.axis for _, layer in units for name, spec in layer.specs.items()}
+    names = [name for final in final_names(units) for name in final]
+    whole, sliced = [n for n in names if axes[n] is None], [n for n in names if axes[n] is not None]
+    return [*buckets(whole, sizes, limit), *buckets(sliced, sizes, limit)]
+
+
 def bytes_sent(units: Units, sizes: Mapping[str, int], types: Precision, bucket: int, ranks: int, rank: int) -> int:
     """Return the bytes that ``rank`` sends for the gradients of one step, from the chunk sizes alone.
 
     Partial sums travel in ``types.reduce``, results in ``types.gradients``; together the familiar
     2(N-1)/N of the gradient where N divides every bucket.
     """
-    names = (name for final in final_names(units) for name in final)
     total = 0
-    for group in buckets(names, sizes, bucket):
+    for group in bucketed(units, sizes, bucket):
         reduce, gather = split.ring_elements(sum(sizes[name] for name in group), ranks, rank)
         total += reduce * np.dtype(types.reduce).itemsize + gather * np.dtype(types.gradients).itemsize
     return total
