@@ -48,7 +48,7 @@ def installed() -> Surface:
         "cupy": _namespace(cupy, numpy),
         "cupy.linalg": _namespace(cupy.linalg, numpy.linalg),
         "cupy.ndarray": _members(cupy.ndarray),
-        "cupy.ndarray.flags": _members(type(cupy.ndarray.flags.__get__(_shell(cupy)))),
+        "cupy.ndarray.flags": _members(type(cupy.ndarray.flags.__get__(shell(cupy)))),
         "cupy.ufunc": _members(cupy.ufunc) | {"__call__": _ufunc_parameters(cupy.add)},
         "cupy.cuda": _namespace(cuda, None),
         **{f"cupy.cuda.{name}": _members(getattr(cuda, name)) for name in ("Device", "Event", "Stream")},
@@ -170,7 +170,7 @@ def _ufunc_parameters(ufunc: Any) -> str:
     return f"(*args, {', '.join(f'{keyword}=...' for keyword in known)})"
 
 
-def _shell(cupy: Any) -> Any:
+def shell(cupy: Any) -> Any:
     """Return an array without memory, which needs no device."""
     return cupy.ndarray.__new__(cupy.ndarray, _no_init=True)
 

@@ -41,6 +41,11 @@ Line = Callable[[Any, Any, Any], Any]
 REFUSED: dict[str, tuple[Line, type[Exception], Line]] = {
     "a NumPy function": (lambda xp, x, i: np.sum(x), TypeError, lambda xp, x, i: xp.sum(x)),
     "a NumPy ufunc": (lambda xp, x, i: np.exp(x), TypeError, lambda xp, x, i: xp.exp(x)),
+    "a NumPy ufunc of a NumPy scalar": (
+        lambda xp, x, i: np.maximum(np.float32(0), x),
+        TypeError,
+        lambda xp, x, i: xp.maximum(np.float32(0), x),
+    ),
     "a NumPy function of a list of arrays": (
         lambda xp, x, i: np.concatenate([x, x]),
         TypeError,
@@ -104,6 +109,12 @@ REFUSED: dict[str, tuple[Line, type[Exception], Line]] = {
         IndexError,
         lambda xp, x, i: x.__setitem__(i[:2], x[:2]),
     ),
+    "an assignment that overlaps": (
+        lambda xp, x, i: x.__setitem__(slice(1, 3), x[0:2]),
+        ValueError,
+        lambda xp, x, i: x.__setitem__(slice(1, 3), x[0:2].copy()),
+    ),
+    "a list to a method": (lambda xp, x, i: x.dot([1, 2, 3, 4]), TypeError, lambda xp, x, i: x.dot(x[0])),
     "an array as a number": (lambda xp, x, i: list(range(i[0])), TypeError, lambda xp, x, i: list(range(int(i[0])))),
     "an array as a shape": (
         lambda xp, x, i: xp.zeros(i[0]),
@@ -196,6 +207,14 @@ REFUSED: dict[str, tuple[Line, type[Exception], Line]] = {
         lambda xp, x, i: xp.asarray(np.random.default_rng(0).random(3)),
     ),
 }
+
+WITHOUT_A_GPU = (
+    *("a list of NumPy arrays", "a NumPy array in matmul", "a pointer to the host", "a writeable flag"),
+    *("asarray(device=)", "assignment to a NumPy array", "astype(casting=)", "block", "clip(min=)"),
+    *("conversion to NumPy", "errstate", "initial= in a reduction", "insert", "item(index)", "maximum.reduce"),
+    *("take(mode=)", "vecdot", "zeros(like=)"),
+)
+"""Those that the real package refuses before it looks for a device."""
 
 # What both libraries run, with other results: the line, and the one that says what is meant.
 DIFFERENT: dict[str, tuple[Line, Line]] = {
@@ -365,6 +384,11 @@ def test_an_index_out_of_range_raises() -> None:
             line(x, i[None] + 1, 1)
 
 
+def needs_cupy(test: Any) -> Any:
+    missing = importlib.util.find_spec("cupy") is None
+    return pytest.mark.cupy(pytest.mark.skipif(missing, reason="the cupy package is not installed")(test))
+
+
 SOURCES = sorted(Path(refpar.arrays.__file__).parent.rglob("*.py"))
 
 
@@ -395,8 +419,19 @@ def from_library(node: ast.AST) -> list[str]:
     return names if isinstance(node, ast.Name) and node.id == "xp" else []
 
 
-@pytest.mark.cupy
-@pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="the cupy package is not installed")
+@needs_cupy
+@pytest.mark.parametrize("name", WITHOUT_A_GPU)
+def test_refused_by_cupy_itself(name: str) -> None:
+    """The real package answers as the stand-in does, as far as it can be asked without a GPU."""
+    import cupy
+
+    line, error, _ = REFUSED[name]
+    shell = cupy_surface.shell(cupy)
+    with pytest.raises(error):
+        line(cupy, shell, shell)
+
+
+@needs_cupy
 def test_the_committed_surface_is_that_of_the_installed_cupy() -> None:
     """``python tests/cupy_surface.py`` rewrites the file after a new release."""
     committed, installed = cupy_surface.committed(), cupy_surface.installed()

@@ -22,6 +22,8 @@ a host array or a list as index        CuPy copies it to the device, each time a
 an index array out of range            CuPy wraps it around, silently
 an index array that names an element   which value stays is undefined
 twice, in an assignment of an array
+an assignment of contiguous elements   bytes are copied onto themselves, shifted
+to a place that overlaps them
 ``add.at`` of floats on one element    atomic additions, in no fixed order: no two replicas with
 twice, ``bincount`` with weights       the same bits
 ``add.reduceat`` of floats             differences of one cumulative sum: each segment carries the

@@ -17,6 +17,18 @@ SCALARS = (bool, int, float, complex, np.generic)
 ACCUMULATING = {"mean", "nanmean", "nanprod", "nanstd", "nansum", "nanvar", "prod", "std", "sum", "trace", "var"}
 """Reductions that keep halves in float32 until the end."""
 
+BY_POSITION = {"argpartition", "compress", "partition", "put", "repeat", "searchsorted", "swapaxes"}
+OTHERS = {"b", "choices", "condition", "indices", "v"}
+"""Parameters of methods that are arrays themselves."""
+
+OPERATORS = {
+    **{"add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide, "mod": np.remainder},
+    **{"floordiv": np.floor_divide, "divmod": np.divmod, "pow": np.power, "and": np.bitwise_and},
+    **{"or": np.bitwise_or, "xor": np.bitwise_xor, "lshift": np.left_shift, "rshift": np.right_shift},
+    **{"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal},
+    **{"gt": np.greater, "ge": np.greater_equal},
+}
+
 
 @dataclass
 class Count:
@@ -49,15 +61,15 @@ class ndarray:
     __slots__ = ("__weakref__", "_host", "base")
     __module__ = "strictpy"
     __array_priority__ = 100
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
-    _host: np.ndarray[Any, Any]
+    _host: Any
     base: ndarray | None
 
     def __init__(self, shape: Any, dtype: Any = float, memptr: None = None, strides: None = None, order: str = "C"):
         if memptr is not None or strides is not None:
             raise NotImplementedError("strictpy.ndarray: memptr and strides are not modelled")
-        self._host, self.base = garbage(np.empty(shape, dtype, order)), None  # type: ignore[call-overload]
+        self._host, self.base = garbage(np.empty(shape, dtype, order)), None
 
     def __reduce__(self) -> Any:
         return device, (self._host,)
@@ -67,7 +79,7 @@ class ndarray:
     def get(self, stream: Any = None, order: str = "C", out: Any = None, blocking: bool = True) -> Any:
         synchronise()
         if out is None:
-            return self._host.copy(order=order)  # type: ignore[arg-type]
+            return self._host.copy(order=order)
         if out.dtype != self.dtype or out.shape != self.shape:
             raise TypeError(f"get: out is {out.dtype} {out.shape}, the array {self.dtype} {self.shape}")
         np.copyto(out, self._host)
@@ -90,7 +102,7 @@ class ndarray:
 
     def tobytes(self, order: str = "C") -> bytes:
         synchronise()
-        return self._host.tobytes(order)  # type: ignore[arg-type]
+        return self._host.tobytes(order)
 
     def __float__(self) -> float:
         return float(self.item())
@@ -124,7 +136,7 @@ class ndarray:
         raise TypeError(f"numpy.{func.__name__} of a device array: take the function from array_module(x)")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        if method == "__call__" and not kwargs and len(inputs) == 2 and any(isinstance(i, np.generic) for i in inputs):
+        if method == "__call__" and not kwargs and ufunc in OPERATORS.values() and isinstance(inputs[0], np.generic):
             return elementwise(ufunc, *inputs)  # np.float32(2) * x
         for x in inputs:
             operand(ufunc.__name__, x)
@@ -168,7 +180,7 @@ class ndarray:
         if casting is not None or subok is not None:
             raise TypeError("cupy.ndarray.astype: casting and subok are not supported")
         with np.errstate(all="ignore"):
-            result = self._host.astype(dtype, order=order, copy=copy)  # type: ignore[arg-type]
+            result = self._host.astype(dtype, order=order, copy=copy)
         return self if result is self._host else device(result, copy=False)
 
     def __len__(self) -> int:
@@ -204,6 +216,7 @@ class ndarray:
         host = host_index(index, self.shape)
         if isinstance(value, ndarray) and value.size != 1:
             refuse_repeated(host, self.shape, "an assignment of an array")
+            refuse_overlap(self._host[host], value._host)
         with np.errstate(all="ignore"):
             self._host[host] = operand("__setitem__", value)
 
@@ -212,7 +225,7 @@ class ndarray:
 
     def take(self, indices: Any, axis: int | None = None, out: Any = None) -> ndarray:
         if not isinstance(indices, int | np.integer):
-            indices = device_only("take", "indices", indices)
+            indices = device_only("take", indices)
         return wrap(self._host.take(indices, axis, None if out is None else out._host), self)
 
     def nonzero(self) -> Any:
@@ -290,10 +303,10 @@ def operand(where: str, x: Any) -> Any:
     return x
 
 
-def device_only(where: str, name: str, x: Any) -> Any:
+def device_only(where: str, x: Any) -> Any:
     """Return the host value of an array; TypeError for a scalar, too."""
     if not isinstance(x, ndarray):
-        raise TypeError(f"{where}: {name} must be a device array, not {type(x)}")
+        raise TypeError(f"{where}: a device array is needed, not {type(x)}")
     return x._host
 
 
@@ -324,6 +337,17 @@ def refuse_repeated(host: tuple[Any, ...], shape: tuple[int, ...], what: str) ->
             raise IndexError(f"the index names an element twice: the result of {what} is undefined")
 
 
+def refuse_overlap(room: Any, value: Any) -> None:
+    """Raise where CuPy would copy bytes onto themselves, shifted: a slice to its neighbour, say."""
+    plain = room.flags.c_contiguous and (room.dtype, room.shape, room.strides) == (
+        value.dtype,
+        value.shape,
+        value.strides,
+    )
+    if plain and np.may_share_memory(room, value) and room.ctypes.data != value.ctypes.data:
+        raise ValueError("the array assigned overlaps its place: what is copied is undefined")
+
+
 def call(function: Callable[..., Any], name: str, x: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call a NumPy reduction; where it sums halves, sum them in float32 and round once."""
     with np.errstate(all="ignore"):
@@ -344,12 +368,12 @@ def _method(name: str) -> Callable[..., Any]:
             raise TypeError(f"{name} of halves: in which type CuPy accumulates is not said; name dtype=float32")
         if name in ("sort", "argsort"):
             bound["kind"] = "stable"
+        out = bound.get("out")
         positional = [unwrap(name, part) for part in bound.pop("shape", bound.pop("axes", ()))]
-        plain = {key: unwrap(name, value) for key, value in bound.items()}
-        if name in ("swapaxes", "repeat", "put", "searchsorted", "compress", "dot", "partition", "argpartition"):
+        plain = {key: (device_only if key in OTHERS else unwrap)(name, value) for key, value in bound.items()}
+        if name in BY_POSITION:
             positional, plain = [*plain.values()], {}
         result = call(getattr(self._host, name), name, self, tuple(positional), plain)
-        out = kwargs.get("out")
         return out if out is not None else wrap(result, self)
 
     method.__name__ = name
@@ -377,31 +401,26 @@ def _binary(ufunc: Any, *, reverse: bool = False, inplace: bool = False) -> Call
     return method
 
 
-def _matmul(a: Any, b: Any) -> Any:
-    import strictpy
+def _product(name: str) -> Callable[..., Any]:
+    def method(self: Any, other: Any, **kwargs: Any) -> Any:
+        import strictpy
 
-    return strictpy.matmul(a, b)
+        return getattr(strictpy, name)(self, other, **kwargs)
+
+    return method
 
 
 def _furnish() -> None:
     """Give the class the operators and methods of ``cupy.ndarray``, and no others."""
-    arithmetic = {
-        "add": np.add, "sub": np.subtract, "mul": np.multiply, "truediv": np.true_divide,
-        "floordiv": np.floor_divide, "mod": np.remainder, "pow": np.power, "divmod": np.divmod,
-        "lshift": np.left_shift, "rshift": np.right_shift, "and": np.bitwise_and, "or": np.bitwise_or,
-        "xor": np.bitwise_xor,
-    }  # fmt: skip
-    operators = {f"__{name}__": _binary(ufunc) for name, ufunc in arithmetic.items()}
-    operators |= {f"__r{name}__": _binary(ufunc, reverse=True) for name, ufunc in arithmetic.items()}
-    operators |= {f"__i{name}__": _binary(ufunc, inplace=True) for name, ufunc in arithmetic.items()}
-    comparison = ("equal", "not_equal", "less", "less_equal", "greater", "greater_equal")
-    names = ("eq", "ne", "lt", "le", "gt", "ge")
-    operators |= {f"__{n}__": _binary(getattr(np, u)) for n, u in zip(names, comparison, strict=True)}
-    operators |= {"__matmul__": _matmul, "__rmatmul__": lambda self, other: _matmul(other, self)}
-    operators |= {f"__{n}__": _unary(getattr(operator, n)) for n in ("neg", "pos", "abs", "invert")}
-    missing = set(CUPY["cupy.ndarray"]) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-    for name, method in operators.items():
-        if name in missing:
+    methods = {f"__{name}__": _binary(ufunc) for name, ufunc in OPERATORS.items()}
+    methods |= {f"__r{name}__": _binary(ufunc, reverse=True) for name, ufunc in OPERATORS.items()}
+    methods |= {f"__i{name}__": _binary(ufunc, inplace=True) for name, ufunc in OPERATORS.items()}
+    methods |= {"__matmul__": _product("matmul"), "__rmatmul__": lambda self, other: _product("matmul")(other, self)}
+    methods |= {f"__{n}__": _unary(getattr(operator, n)) for n in ("neg", "pos", "abs", "invert")}
+    methods["dot"] = _product("dot")
+    compared = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}  # every Python object has those
+    for name, method in methods.items():
+        if name in compared | set(CUPY["cupy.ndarray"]):
             setattr(ndarray, name, method)
     for name, kind in CUPY["cupy.ndarray"].items():
         if kind.startswith("(") and name not in vars(ndarray) and hasattr(np.ndarray, name) and name[0] != "_":

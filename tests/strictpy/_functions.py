@@ -97,7 +97,7 @@ def _refuse(name: str, bound: dict[str, Any], arrays: list[ndarray], namespace: 
         if name in HOST or value is None:
             continue
         if parameter in ARRAYS and not (lenient and isinstance(value, SCALARS)):
-            device_only(f"cupy.{name}", parameter, value)
+            device_only(f"cupy.{name}, {parameter}", value)
         elif parameter not in OPERANDS | ARRAYS and isinstance(value, ndarray):
             raise TypeError(f"cupy.{name}: {parameter} must not be a device array")
         else:
@@ -158,7 +158,7 @@ class ufunc:
         inputs, given = args[: self.nin], args[self.nin :] or kwargs.pop("out", None)
         outputs = given if isinstance(given, tuple) or given is None else (given,)
         if outputs is not None and any(out is not None for out in outputs):
-            kwargs["out"] = tuple(None if out is None else device_only(self.name, "out", out) for out in outputs)
+            kwargs["out"] = tuple(None if out is None else device_only(self.name, out) for out in outputs)
         result = elementwise(self._ufunc, *inputs, **kwargs)
         if outputs is None:
             return result
@@ -179,14 +179,14 @@ class ufunc:
     def _reduceat(self, array: Any, indices: Any, axis: int = 0, dtype: Any = None, out: Any = None) -> Any:
         if array.dtype.kind == "f":
             raise TypeError("cupy.add.reduceat of floats: differences of one cumulative sum, not sums of segments")
-        host = device_only("add.reduceat", "indices", indices)
+        host = device_only("add.reduceat", indices)
         return wrap(np.add.reduceat(array._host, host, axis, dtype))
 
     def _at(self, a: Any, indices: Any, b: Any = None) -> None:
         host = host_index(indices, a.shape)
         if a.dtype.kind == "f" and self.name in ("add", "subtract"):
             refuse_repeated(host, a.shape, "atomic additions")
-        self._ufunc.at(device_only(self.name, "a", a), host, operand(self.name, b))
+        self._ufunc.at(device_only(self.name, a), host, operand(self.name, b))
 
     def _outer(self, A: Any, B: Any, **kwargs: Any) -> Any:
         return self(A.reshape(A.shape + (1,) * B.ndim), B, **kwargs)
@@ -198,7 +198,7 @@ def array(obj: Any, dtype: Any = None, copy: bool = True, order: Any = "K", subo
     if isinstance(obj, ndarray):
         made = obj.astype(dtype or obj.dtype, copy=bool(copy))
     elif isinstance(obj, list | tuple) and any(isinstance(part, ndarray) for part in obj):
-        made = device([device_only("array", "each element", part) for part in obj], dtype)
+        made = device([device_only("array", part) for part in obj], dtype)
     else:
         made = device(obj, dtype)
     return made.reshape((1,) * (ndmin - made.ndim) + made.shape) if made.ndim < ndmin else made
@@ -211,7 +211,7 @@ def asarray(a: Any, dtype: Any = None, order: Any = None, *, copy: Any = None, b
 
 def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> Any:
     """The way out."""
-    return a.get(order=order, out=out) if isinstance(a, ndarray) else np.asarray(a, order=order)  # type: ignore[call-overload]
+    return a.get(order=order, out=out) if isinstance(a, ndarray) else np.asarray(a, order=order)
 
 
 def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
@@ -220,14 +220,14 @@ def empty(shape: Any, dtype: Any = float, order: str = "C") -> ndarray:
 
 
 def empty_like(prototype: Any, dtype: Any = None, order: str = "K", subok: None = None, shape: Any = None) -> ndarray:
-    like = np.empty_like(device_only("empty_like", "prototype", prototype), dtype, order, shape=shape)  # type: ignore[call-overload]
+    like = np.empty_like(device_only("empty_like", prototype), dtype, order, shape=shape)
     return device(garbage(like), copy=False)
 
 
 def matmul(a: Any, b: Any, *args: Any, **kwargs: Any) -> Any:
     """Halves are multiplied exactly, summed in float32 and rounded once; ``dtype`` does not change that."""
     bound = bind("cupy", "matmul", (a, b, *args), kwargs)
-    left, right = device_only("matmul", "x1", a), device_only("matmul", "x2", b)
+    left, right = device_only("matmul", a), device_only("matmul", b)
     given = np.result_type(left, right)
     if np.dtype(bound.get("dtype") or given) != given:
         raise TypeError(f"cupy.matmul(dtype={bound['dtype']}) of {given} rounds to {given} first: widen the operands")
