@@ -18,7 +18,7 @@ shares a defect with what it judges is no oracle.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -41,7 +41,14 @@ def whole(step: int, rows: int) -> Sequence[Sequence[int]]:
     return [range(rows)]
 
 
-def train(case: Case, *, xp: ModuleType = np, split: Split = whole, recompute: str = "none") -> Trace:
+def train(
+    case: Case,
+    *,
+    xp: ModuleType = np,
+    split: Split = whole,
+    recompute: str = "none",
+    start: Mapping[str, HostArray] | None = None,
+) -> Trace:
     """Return the trace of ``case`` on one device.
 
     Parameters
@@ -51,13 +58,13 @@ def train(case: Case, *, xp: ModuleType = np, split: Split = whole, recompute: s
     split : ``split(step, rows)`` gives the row numbers of each micro-batch. The mathematics does not depend on
         it; how much the rounded result does is what :func:`refpar.oracle.bounds.spread` measures.
     recompute : activation checkpointing, see :func:`refpar.nn.checkpoint.segments`; changes no bit of the result
+    start : initial values, by name; by default those that ``case.seed`` draws
     """
     model = case.model.build()
     units = segments(model.units, recompute)
     types = case.precision
-    masters = {
-        name: xp.asarray(initial_value(case.seed, name, spec, types.master)) for name, spec in model.specs.items()
-    }
+    start = start or {name: initial_value(case.seed, name, p, types.master) for name, p in model.specs.items()}
+    masters = {name: xp.asarray(start[name].astype(types.master)) for name in model.specs}
     weights = {name: precision.to_compute(p, types) for name, p in masters.items()}
     state = {name: optim.new_state(case.optimizer, p) for name, p in masters.items()}
     scaler = precision.LossScaler(types.loss_scale)
