@@ -10,8 +10,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import Any, Literal
 
@@ -20,9 +21,9 @@ import numpy.typing as npt
 
 from refpar import rng
 from refpar.nn.checkpoint import segment_length
-from refpar.nn.models import GPT, MLP
-from refpar.optim import SGD, Adam, AdamW
-from refpar.precision import Precision
+from refpar.nn.models import GPT, MLP, initial_value
+from refpar.optim import SGD, Adam, AdamW, new_state
+from refpar.precision import LossScaler, Precision, to_compute
 
 HostArray = npt.NDArray[Any]
 SCHEDULES = ("1f1b", "gpipe")
@@ -78,6 +79,7 @@ class Case:
     divide : where the token count divides: ``"before"`` the backward pass starts, or ``"after"`` the
         gradients are summed, which keeps integers exact. See :func:`refpar.nn.loss.seed_and_divisor`.
     seed : of initial values and dropout
+    frozen : parameters that are not trained: names, or prefixes such as ``"blocks.0"`` for all that is below
     """
 
     model: GPT | MLP
@@ -87,6 +89,7 @@ class Case:
     clip: float | None = None
     divide: Literal["before", "after"] = "before"
     seed: int = 0
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.divide not in ("before", "after"):
@@ -94,6 +97,27 @@ class Case:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"Case clip is {self.clip}: it must be positive, or None for no clipping")
         object.__setattr__(self, "batches", tuple(self.batches))
+        if isinstance(self.frozen, str):
+            raise ValueError(f"Case frozen is {self.frozen!r}: it must be a tuple of names, such as ({self.frozen!r},)")
+        object.__setattr__(self, "frozen", tuple(self.frozen))
+        for name in self.frozen:
+            if not any(below(known, name) for known in self.model.build().specs):
+                raise ValueError(f"Case frozen names {name!r}: the model has no parameter of that name or below it")
+
+    @cached_property
+    def frozen_names(self) -> frozenset[str]:
+        """The parameters that get no gradient, no update and no optimizer state."""
+        return frozen_names(self.model.build().specs, self.frozen)
+
+
+def frozen_names(names: Iterable[str], frozen: Sequence[str]) -> frozenset[str]:
+    """Return those of ``names`` that ``frozen`` names, or that are below one it names."""
+    return frozenset(name for name in names if any(below(name, prefix) for prefix in frozen))
+
+
+def below(name: str, prefix: str) -> bool:
+    """Return whether ``name`` is ``prefix``, or in the part of the model that it names: not ``blocks.10`` in ``blocks.1``."""
+    return name == prefix or name.startswith(prefix + ".")
 
 
 @dataclass(frozen=True)
@@ -110,6 +134,7 @@ class Layout:
     schedule : order of forward and backward passes, ``"1f1b"`` or ``"gpipe"``
     recompute : activation checkpointing: ``"none"``, ``"block"``, ``"sqrt"``, or a number of blocks
     bucket : elements that are gathered up before gradients are reduced together
+    stages : units of each pipeline stage, as numbers or as ``"3+2+1"``; none given, they are split near-evenly
     """
 
     dp: int = 1
@@ -120,8 +145,10 @@ class Layout:
     schedule: str = "1f1b"
     recompute: str = "none"
     bucket: int = 1 << 18
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", counts(self.stages))
         for name in ("dp", "tp", "pp", "micro_batches", "bucket"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -130,6 +157,8 @@ class Layout:
             raise ValueError(f"Layout zero is {self.zero!r}: it must be 0, 1, 2 or 3")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"Layout schedule is {self.schedule!r}: it must be one of {', '.join(SCHEDULES)}")
+        if self.stages and len(self.stages) != self.pp:
+            raise ValueError(f"Layout stages is {self.stages}: it must give the units of each of pp={self.pp} stages")
         segment_length(self.recompute, 1)
 
     @property
@@ -151,6 +180,9 @@ class Layout:
                 raise ValueError(f"layout key {key!r} is unknown: {hint}")
             if not equals:
                 raise ValueError(f"layout {part!r} has no value: write {key}=VALUE")
+            if key == "stages":
+                values[key] = counts(value)
+                continue
             try:
                 values[key] = types[key](value)
             except ValueError:
@@ -160,7 +192,25 @@ class Layout:
     def __str__(self) -> str:
         """``dp``, and what else differs from one device, such as ``dp=2,micro_batches=3``."""
         changed = [f for f in dataclasses.fields(self) if f.name == "dp" or getattr(self, f.name) != f.default]
-        return ",".join(f"{f.name}={getattr(self, f.name)}" for f in changed)
+        values = {f.name: getattr(self, f.name) for f in changed}
+        return ",".join(f"{k}={'+'.join(map(str, v)) if isinstance(v, tuple) else v}" for k, v in values.items())
+
+
+def counts(stages: Any) -> tuple[int, ...]:
+    """Read the ``stages`` of a layout: numbers, or text such as ``"3+2+1"``.
+
+    Raises
+    ------
+    ValueError
+        Where a stage has no units, or no number of them.
+    """
+    try:
+        given = tuple(int(part) for part in stages.split("+") if stages) if isinstance(stages, str) else tuple(stages)
+    except (ValueError, TypeError):
+        given = (0,)
+    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in given):
+        raise ValueError(f"Layout stages is {stages!r}: it must be whole numbers of at least 1, such as 3+2+1")
+    return given
 
 
 Outcome = Literal["updated", "overflow", "no tokens"]
@@ -216,10 +266,12 @@ class Trace:
     Attributes
     ----------
     case, layout : what was run
-    steps : one :class:`Step` a batch
+    steps : one :class:`Step` a batch, from batch number ``begun`` on
     ledgers : by rank, what was sent; empty for one device
     bytes_held : by rank, bytes of arrays kept from step to step
     peak_bytes : by rank, largest bytes of activations kept for the backward pass
+    peak_live : by rank, largest number of micro-batches alive between their forward and backward pass
+    schedule : by rank, what its pipeline stage did in the last step, in the order in which it did it
     """
 
     case: Case
@@ -228,6 +280,68 @@ class Trace:
     ledgers: list[Any] = field(default_factory=list)
     bytes_held: list[int] = field(default_factory=list)
     peak_bytes: list[int] = field(default_factory=list)
+    peak_live: list[int] = field(default_factory=list)
+    schedule: list[tuple[Any, ...]] = field(default_factory=list)
+    begun: int = 0
+
+
+@dataclass(frozen=True)
+class State:
+    """Between two steps: all that is needed to go on as if there had been no stop, whatever the layout before or after.
+
+    Attributes
+    ----------
+    case : what was run; its batches beyond ``step`` do not matter
+    step : batches taken: the position in the data, which dropout depends on too
+    t, scale, good : as in :class:`Step`
+    parameters, state : as in :class:`Step`: whole, by name and global shape. Whoever goes on copies them first
+    """
+
+    case: Case
+    step: int
+    t: int
+    scale: float
+    good: int
+    parameters: Mapping[str, HostArray]
+    state: Mapping[str, Mapping[str, HostArray]]
+
+    @classmethod
+    def initial(cls, case: Case, values: Mapping[str, HostArray] | None = None) -> State:
+        """Return where a run starts: from ``values``, or from those that the seed of the case draws."""
+        types = case.precision
+        masters = {}
+        for name, spec in case.model.build().specs.items():
+            value = initial_value(case.seed, name, spec, types.master) if values is None else values[name]
+            masters[name] = value.astype(types.master)
+        state = {name: new_state(case.optimizer, p) for name, p in masters.items()}
+        if types.master != types.compute:
+            state = {name: {**own, "master": masters[name]} for name, own in state.items()}
+        weights = {name: to_compute(p, types) for name, p in masters.items()}
+        return cls(case, 0, 0, LossScaler(types.loss_scale).scale, 0, weights, state)
+
+    @classmethod
+    def after(cls, trace: Trace) -> State:
+        """Return where a run has got to.
+
+        Raises
+        ------
+        ValueError
+            Where it has not made a step.
+        """
+        if not trace.steps:
+            raise ValueError("the trace has no step: there is no state after it")
+        last = trace.steps[-1]
+        return cls(
+            trace.case, trace.begun + len(trace.steps), last.t, last.scale, last.good, last.parameters, last.state
+        )
+
+    def master(self, name: str) -> HostArray:
+        """Return what the optimizer updates: the weights themselves unless those are float16."""
+        return self.state[name].get("master", self.parameters[name])
+
+    def buffers(self, name: str) -> dict[str, HostArray]:
+        """Return what the optimizer keeps beside the weights."""
+        return {buffer: x for buffer, x in self.state[name].items() if buffer != "master"}
 
 
 def gradient_order(units: Sequence[tuple[str, Any]]) -> list[str]:

@@ -107,12 +107,13 @@ class LossScaler:
     """The scale and the number of good steps since it last moved: both are state, both are saved."""
 
     rule: LossScale | None
-    scale: float = 1.0
+    scale: float = 0.0
+    """Not given, the initial one of the rule, and 1 without a rule."""
     good: int = 0
 
     def __post_init__(self) -> None:
-        if self.rule is not None:
-            self.scale = float(self.rule.initial)
+        if not self.scale:
+            self.scale = 1.0 if self.rule is None else float(self.rule.initial)
 
     def update(self, overflow: bool) -> None:
         """Move the scale after a step; ``overflow`` is the verdict of all ranks together."""
@@ -130,10 +131,14 @@ def next_scale(rule: LossScale, scale: float, good: int, overflow: bool) -> tupl
 
 
 def accumulate(into: MutableMapping[str, Array], name: str, gradient: Array, dtype: str) -> None:
-    """Add ``gradient`` to what ``into[name]`` holds already, rounding once to ``dtype``."""
+    """Add ``gradient`` to what ``into[name]`` holds already, rounding once to ``dtype``.
+
+    What is stored is contiguous, and memory of its own: a layer may hand on the same array as its ``dx``.
+    """
     if name in into:
-        gradient = widen(into[name]) + gradient
-    into[name] = gradient.astype(dtype, copy=False)
+        into[name] = (widen(into[name]) + gradient).astype(dtype, order="C", copy=False)
+    else:
+        into[name] = gradient.astype(dtype, order="C")
 
 
 def unscale(gradient: Array, divisor: float) -> Array:

@@ -26,12 +26,12 @@ import numpy as np
 
 from refpar import optim, precision
 from refpar.arrays import Array, to_host
-from refpar.case import Batch, Case, HostArray, Layout, Outcome, Step, Trace, gradient_order
+from refpar.case import Batch, Case, HostArray, Layout, Outcome, State, Step, Trace, gradient_order
 from refpar.nn import loss as losses
 from refpar.nn.checkpoint import segments
 from refpar.nn.layer import At, Params, Stream, live_bytes
 from refpar.nn.loss import Loss
-from refpar.nn.models import Units, initial_value
+from refpar.nn.models import Units
 
 Split = Callable[[int, int], Sequence[Sequence[int]]]
 
@@ -47,7 +47,7 @@ def train(
     xp: ModuleType = np,
     split: Split = whole,
     recompute: str = "none",
-    start: Mapping[str, HostArray] | None = None,
+    start: State | Mapping[str, HostArray] | None = None,
 ) -> Trace:
     """Return the trace of ``case`` on one device.
 
@@ -58,20 +58,21 @@ def train(
     split : ``split(step, rows)`` gives the row numbers of each micro-batch. The mathematics does not depend on
         it; how much the rounded result does is what :func:`refpar.oracle.bounds.spread` measures.
     recompute : activation checkpointing, see :func:`refpar.nn.checkpoint.segments`; changes no bit of the result
-    start : initial values, by name; by default those that ``case.seed`` draws
+    start : initial values, by name, by default those that ``case.seed`` draws; or a state to go on from. It is
+        left as it is
     """
     model = case.model.build()
     units = segments(model.units, recompute)
     types = case.precision
-    start = start or {name: initial_value(case.seed, name, p, types.master) for name, p in model.specs.items()}
-    masters = {name: xp.asarray(start[name].astype(types.master)) for name in model.specs}
+    begin = start if isinstance(start, State) else State.initial(case, start)
+    masters = {name: xp.asarray(begin.master(name).copy()) for name in model.specs}
     weights = {name: precision.to_compute(p, types) for name, p in masters.items()}
-    state = {name: optim.new_state(case.optimizer, p) for name, p in masters.items()}
-    scaler = precision.LossScaler(types.loss_scale)
+    state = {name: {b: xp.asarray(x.copy()) for b, x in begin.buffers(name).items()} for name in model.specs}
+    scaler = precision.LossScaler(types.loss_scale, begin.scale, begin.good)
     steps: list[Step] = []
-    t, peak = 0, 0
+    t, peak = begin.t, 0
 
-    for number, batch in enumerate(case.batches):
+    for number, batch in enumerate(case.batches[begin.step :], begin.step):
         count = losses.token_count(batch.mask)
         seed, divisor = losses.seed_and_divisor(case.divide, scaler.scale, count)
 
@@ -116,7 +117,7 @@ def train(
             step.state[name] = {buffer: copy(x) for buffer, x in kept.items()}
         steps.append(step)
     held = live_bytes(weights, masters, gradients, state)
-    return Trace(case, Layout(), steps, bytes_held=[held], peak_bytes=[peak])
+    return Trace(case, Layout(), steps, bytes_held=[held], peak_bytes=[peak], begun=begin.step)
 
 
 def forward(units: Units, loss: Loss, weights: Params, batch: Batch, at: At, saved: list[Any]) -> float:
