@@ -15,7 +15,7 @@ from refpar.comm import Communicator, ring
 GUARD = 77
 
 EXACT = {"int32": 2**27, "int64": 2**59, "float16": 2**11 / 16, "float32": 2**20, "float64": 2**49}
-"""Integers up to these, 8 of them added in any order, stay where the type holds every integer; halves stay below 2^11."""
+"""Sums of 8 integers up to these, in any order, stay where the type holds every integer (below 2^11 in halves)."""
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
+from refpar.comm.errors import CollectiveMismatch, CommTimeout
 
 Bytes = npt.NDArray[np.uint8]
 Consume = Callable[[int, Bytes], None]
@@ -55,6 +55,7 @@ PIECE = struct.Struct(f"<QQH{TEXT_BYTES}s")  # bytes of the message, of this pie
 PIECE_HEAD = 512
 STATUS = struct.Struct(f"<QQIIiH{TEXT_BYTES}s")  # changes, looks, run, state, waits for, length and text of the call
 STATUS_BYTES = 512
+LOOKS, LOOKS_AT = struct.Struct("<Q"), 8
 NOT_STARTED, COMPUTING, IN_CALL, WAITING, RETURNED, FAILED = range(6)
 
 
@@ -98,7 +99,8 @@ class Region:
         self._address = self.bytes.ctypes.data
         keeps_gil, drops_gil = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
         self.try_wait, self.post = keeps_gil.sem_trywait, keeps_gil.sem_post
-        self._wait_until, self._init = drops_gil.sem_clockwait, keeps_gil.sem_init
+        self._init, self._get_value = keeps_gil.sem_init, keeps_gil.sem_getvalue
+        self._wait_until = drops_gil.sem_clockwait
 
     @classmethod
     def create(cls, size: int) -> Region:
@@ -112,6 +114,12 @@ class Region:
                 region._init(full, 1, 0)
                 region._init(free, 1, 2)
         return region
+
+    def close(self) -> None:
+        """Give the memory back. Mailboxes on this region must not be used afterwards."""
+        del self.bytes
+        self.memory.close()
+        os.close(self.fd)
 
     def __reduce__(self) -> Any:
         from multiprocess import reduction
@@ -142,6 +150,16 @@ class Region:
             raise OSError(ctypes.get_errno(), "sem_clockwait failed")
         return False
 
+    def count(self, semaphore: ctypes.c_void_p) -> int:
+        value = ctypes.c_int()
+        self._get_value(semaphore, ctypes.byref(value))
+        return value.value
+
+    def unread(self) -> list[tuple[int, int]]:
+        """Return the pairs of ranks, source and receiver, with messages between them that nobody has taken."""
+        pairs = ((source, dest) for source in range(self.size) for dest in range(self.size))
+        return [pair for pair in pairs if self.count(self.counters(*pair)[0])]
+
     def status(self, rank: int) -> Status:
         fields = STATUS.unpack_from(self.memory, rank * STATUS_BYTES)
         changes, looks, run, state, waits_for, length, text = fields
@@ -160,7 +178,6 @@ class Inbox:
         self.slots = region.slots(source, rank)
         self.bell = region.bell(source)
         self.turn = 0
-        self.taken = 0
 
 
 class Outgoing:
@@ -208,17 +225,20 @@ class Mailboxes:
             self._push()
             return take()
 
-        self._until(step, (source,))
+        self._until(step, lambda: source)
 
     def exchange(self, dest: int, data: Bytes, source: int, call: str, consume: Consume) -> None:
         message = self._enqueue(dest, call, data)
         take = self._taking(source, call, consume)
+        received = False
 
         def step() -> bool:
+            nonlocal received
             self._push()
-            return take() and message.done
+            received = take()
+            return received and message.done
 
-        self._until(step, (source, dest))
+        self._until(step, lambda: dest if received else source)
 
     def doing(self, call: str) -> None:
         if call:
@@ -234,13 +254,17 @@ class Mailboxes:
 
     def finish(self) -> None:
         """Deliver what is still queued, then note that the function has returned."""
-        self._call = self._call or b"no operation"
+
+        def undelivered() -> list[int]:
+            return [dest for dest, box in self._outboxes.items() if box.queue]
 
         def step() -> bool:
             self._push()
-            return not any(box.queue for box in self._outboxes.values())
+            return not undelivered()
 
-        self._until(step, ())
+        if undelivered():
+            self._call = b"what it sent last, having returned"
+        self._until(step, lambda: undelivered()[0])
         self._say(RETURNED)
 
     def fail(self) -> None:
@@ -307,43 +331,63 @@ class Mailboxes:
 
     # Waiting
 
-    def _until(self, step: Callable[[], bool], peers: tuple[int, ...]) -> None:
-        """Repeat ``step`` until it says that all is done."""
+    def _until(self, step: Callable[[], bool], waits_for: Callable[[], int]) -> None:
+        """Repeat ``step`` until it says that all is done; ``waits_for`` says whose turn it is until then."""
         for _ in range(YIELDS):
             if step():
                 return
             os.sched_yield()
-        self._sleep(step, peers)
+        self._sleep(step, waits_for)
 
-    def _sleep(self, step: Callable[[], bool], peers: tuple[int, ...]) -> None:
+    def _sleep(self, step: Callable[[], bool], waits_for: Callable[[], int]) -> None:
         """Sleep on the bell between steps. Every so often, look whether waiting makes sense."""
-        limit = None if self.timeout is None else time.monotonic() + self.timeout
-        moved = self.sent + self.received
+        moved, began, seen = -1, 0.0, Chain()
         while True:
-            while self.region.try_wait(self._bell) == 0:  # only rings from here on may wake us
+            while self.region.try_wait(self._bell) == 0:  # only rings from here on are to wake us
                 pass
             if step():
                 break
-            if self.sent + self.received != moved:
-                moved = self.sent + self.received
-                limit = None if self.timeout is None else time.monotonic() + self.timeout
-            self._waiting(peers)
-            if self.region.wait(self._bell, LOOK_AROUND):
-                continue
-            self._looks += 1
-            if limit is not None and time.monotonic() > limit:
-                raise self._timeout(peers)
-            self._look_around(step, peers)
+            if moved != self.sent + self.received:
+                moved, began = self.sent + self.received, time.monotonic()
+                self._say(WAITING, waits_for())
+            if not self.region.wait(self._bell, LOOK_AROUND):
+                seen = self._look_around(step, waits_for(), seen)
+                if self.timeout is not None and time.monotonic() - began > self.timeout:
+                    raise self._timed_out(waits_for())
         self._say(IN_CALL)
 
-    def _waiting(self, peers: tuple[int, ...]) -> None:
-        self._say(WAITING, peers[0] if peers else self._undelivered())
+    def _look_around(self, step: Callable[[], bool], peer: int, before: Chain) -> Chain:
+        """Raise if the rank that is waited for will never answer; return who waits for whom.
 
-    def _undelivered(self) -> int:
-        return next(dest for dest, box in self._outboxes.items() if box.queue)
+        Two things end a wait before its time. The other's function has returned: it delivers what
+        it has sent before that, so if another step then changes nothing, nothing will. Or the
+        ranks wait for each other in a circle, and each has looked for messages, twice, and found
+        none, since this rank first saw them wait so. (Once is not enough: that look may have
+        begun earlier. And a rank that has been rung, but not yet given a processor, has not looked.)
+        """
+        self._looks += 1
+        LOOKS.pack_into(self.region.memory, self.rank * STATUS_BYTES + LOOKS_AT, self._looks)
+        chain = Chain(self._waits(peer))
+        status = chain.waits[0][1]
+        returned = status.run == self._run and status.state == RETURNED
+        stuck = chain.is_circle(self.rank) and chain.unchanged_since(before)
+        if returned or stuck:
+            moved = self.sent + self.received
+            if not step() and moved == self.sent + self.received:
+                raise self._never(chain, returned)
+        return before if chain.same_waits(before) else chain
 
-    def _look_around(self, step: Callable[[], bool], peers: tuple[int, ...]) -> None:
-        """Raise if the rank that is waited for will never answer."""
+    def _waits(self, peer: int) -> list[tuple[int, Status]]:
+        """Follow who waits for whom, from ``peer`` on, to a rank that does not wait or was met before."""
+        waits: list[tuple[int, Status]] = []
+        met = {self.rank}
+        while True:
+            status = self.region.status(peer)
+            waits.append((peer, status))
+            met.add(peer)
+            if status.state != WAITING or status.run != self._run or status.waits_for in met:
+                return waits
+            peer = status.waits_for
 
     # Errors
 
@@ -354,12 +398,16 @@ class Mailboxes:
             self.rank,
         )
 
-    def _timeout(self, peers: tuple[int, ...]) -> RankError:
-        peer = peers[0] if peers else self._undelivered()
+    def _never(self, chain: Chain, returned: bool) -> CollectiveMismatch:
+        peer, _ = chain.waits[0]
+        why = f"whose function has returned{chain}" if returned else f"but no rank can go on{chain}"
+        return CollectiveMismatch(f"rank {self.rank} waits for rank {peer} in {self._call.decode()}, {why}", peer)
+
+    def _timed_out(self, peer: int) -> CommTimeout:
+        chain = Chain(self._waits(peer))
         return CommTimeout(
-            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self._call.decode()}; "
-            f"rank {peer}: {self.region.status(peer)}",
-            peer,
+            f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self._call.decode()}{chain}",
+            chain.waits[-1][0],
         )
 
     def _say(self, state: int, waits_for: int = -1) -> None:
@@ -374,6 +422,30 @@ class Mailboxes:
             waits_for,
             len(self._call),
             self._call,
+        )
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Who waits for whom: each rank waits for the next."""
+
+    waits: list[tuple[int, Status]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        return "".join(f"; rank {rank}: {status}" for rank, status in self.waits if status.state != RETURNED)
+
+    def is_circle(self, rank: int) -> bool:
+        """Say whether the last of the chain waits for ``rank``, who waits for the first."""
+        last = self.waits[-1][1]
+        return last.state == WAITING and last.waits_for == rank
+
+    def same_waits(self, before: Chain) -> bool:
+        return [(r, s.changes) for r, s in self.waits] == [(r, s.changes) for r, s in before.waits]
+
+    def unchanged_since(self, before: Chain) -> bool:
+        """Say whether all have looked for messages, twice, and still wait as they did before."""
+        return self.same_waits(before) and all(
+            now.looks >= then.looks + 2 for (_, now), (_, then) in zip(self.waits, before.waits, strict=True)
         )
 
 

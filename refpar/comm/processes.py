@@ -21,10 +21,14 @@ import signal
 import sys
 import threading
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
+
+import numpy as np
 
 from refpar.comm.communicator import Communicator
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
@@ -64,9 +68,12 @@ class World:
                 "a rank cannot start ranks of its own: make one World outside, and split its communicator"
             )
         self.ranks, self.timeout = ranks, timeout
+        self._owner = os.getpid()
         self._context = multiprocess.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(["numpy", "threadpoolctl", "dill", __name__])
+        # The kernel ends a process when the *thread* that started it ends. The fork server has but one.
+        self._starter = ThreadPoolExecutor(1) if start_method == "spawn" else None
         self._lock = threading.Lock()
         self._pool: Pool | None = None
         self._runs = 0
@@ -106,8 +113,7 @@ class World:
             try:
                 return pool.run(self._runs, call)
             except BaseException:  # Ctrl-C too: no rank is left in the middle of something
-                self._pool = None
-                pool.kill()
+                self._forget().kill()
                 raise
 
     def close(self) -> None:
@@ -115,21 +121,32 @@ class World:
         with self._lock:
             self._closed = True
             if self._pool is not None:
-                self._pool.end()
-                self._pool = None
+                self._forget().end()
+            if self._starter is not None:
+                self._starter.shutdown()
 
     def _started(self) -> Pool:
         if self._closed:
             raise RuntimeError("this World is closed")
+        if os.getpid() != self._owner:
+            raise RuntimeError(f"this World belongs to process {self._owner}, not to {os.getpid()}; make one here")
         if self._pool is None:
-            self._pool = Pool(self._context, self.ranks, self.timeout)
+            self._pool = Pool(self._context, self._starter, self.ranks, self.timeout)
+            self._finalizer = weakref.finalize(self, self._pool.kill)
         return self._pool
+
+    def _forget(self) -> Pool:
+        assert self._pool is not None
+        pool, self._pool = self._pool, None
+        self._finalizer.detach()
+        return pool
 
 
 class Pool:
     """The processes of a world, from their start to the first thing that goes wrong."""
 
-    def __init__(self, context: Any, ranks: int, timeout: float | None) -> None:
+    def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None) -> None:
+        self.owner, self.over = os.getpid(), False
         self.region = Region.create(ranks)
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
@@ -137,12 +154,12 @@ class Pool:
         self.sources: dict[int, tuple[int, bool]] = {}  # file descriptor: rank, whether it tells of its end
         try:
             for rank in range(ranks):
-                self._start(context, rank, timeout)
+                self._start(context, starter, rank, timeout)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, context: Any, rank: int, timeout: float | None) -> None:
+    def _start(self, context: Any, starter: Executor | None, rank: int, timeout: float | None) -> None:
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_rank_main,
@@ -152,7 +169,10 @@ class Pool:
         )
         self.pipes.append(ours)
         with theirs, _main_stays_here():
-            process.start()
+            if starter is None:
+                process.start()
+            else:
+                starter.submit(process.start).result()
         self.processes.append(process)
         for fd, is_end in ((ours.fileno(), False), (process.sentinel, True)):
             self.poll.register(fd, select.POLLIN)
@@ -180,17 +200,23 @@ class Pool:
                 results[rank] = value
                 pieces += balance
         if pieces:
-            raise CollectiveMismatch("messages were sent that nobody received", -1)
-        return [_unpickled(results[rank]) for rank in range(len(self.pipes))]
+            source, dest = self.region.unread()[0]
+            raise CollectiveMismatch(
+                f"rank {source} sent to rank {dest} what that has not received: both functions have returned", source
+            )
+        return [self._result(rank, results[rank]) for rank in range(len(self.pipes))]
 
     def kill(self) -> None:
-        """End the processes at once, whatever they are doing."""
+        """End the processes at once, whatever they are doing. Again, or in a forked child, do nothing."""
+        if self.over or os.getpid() != self.owner:
+            return
         for process in self.processes:
             process.kill()
         self.end()
 
     def end(self) -> None:
         """Let the processes end, and release all that they needed."""
+        self.over = True
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
@@ -199,7 +225,13 @@ class Pool:
                 process.kill()
                 process.join()
             process.close()
-        os.close(self.region.fd)
+        self.region.close()
+
+    def _result(self, rank: int, data: bytes) -> Any:
+        try:
+            return _unpickled(data)
+        except Exception as error:
+            raise RankError(f"the result of rank {rank} cannot be read here: {error!r}", rank) from error
 
     # Errors
 
@@ -291,8 +323,11 @@ def _unpickled(data: bytes | memoryview) -> Any:
 
 def _rank_main(region: Region, rank: int, pipe: Any, timeout: float | None, environ: dict[str, str]) -> None:
     """Wait for calls and run them, until the pipe ends."""
-    _settle(environ)
     transport = Mailboxes(region, rank, timeout)
+    try:
+        _settle(environ)
+    except Exception as error:
+        pipe.send_bytes(_failure(transport, error))
     while True:
         try:
             data = pipe.recv_bytes()
@@ -320,13 +355,14 @@ def _settle(environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     threadpool_limits(1)
+    if not (np.float64(5e-324) > 0 and np.float16(6e-8) > 0):  # HypothesisWorks/hypothesis#3156
+        raise FloatingPointError("a library in this process flushes subnormal numbers to zero")
 
 
 def _run(transport: Mailboxes, data: bytes) -> bytes:
     """Run one call; return what became of it: kind of error or None, result, pieces sent less received."""
     number, call = int.from_bytes(data[:8], "little"), memoryview(data)[8:]
     sent, received = transport.sent, transport.received
-    rank = transport.rank
     transport.begin(number)
     try:
         fn, args = _unpickled(call)
@@ -335,21 +371,37 @@ def _run(transport: Mailboxes, data: bytes) -> bytes:
         transport.finish()
         value = _result(result)
     except BaseException as error:
-        transport.fail()
-        kind = type(error).__name__
-        culprit = error.rank if isinstance(error, RankError) else rank
-        summary = str(error) if isinstance(error, RankError) else f"rank {rank} raised {kind}: {error}"
-        return pickle.dumps((kind, (summary, traceback.format_exc(), culprit), 0))
+        return _failure(transport, error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
     return pickle.dumps((None, value, (transport.sent - sent) - (transport.received - received)))
 
 
+def _failure(transport: Mailboxes, error: BaseException) -> bytes:
+    """Return the report of an error: its kind; summary, traceback, and the rank to blame."""
+    if not isinstance(error, CommTimeout):  # which leaves it known whom this rank waited for
+        transport.fail()
+    kind, rank = type(error).__name__, transport.rank
+    if isinstance(error, RankError):
+        return pickle.dumps((kind, (str(error), _trace(error), error.rank), 0))
+    text = str(error)
+    first = text if len(text) <= 200 and "\n" not in text else text[:200].partition("\n")[0] + " ..."
+    return pickle.dumps((kind, (f"rank {rank} raised {kind}: {first}", _trace(error), rank), 0))
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
 def _result(result: Any) -> bytes:
+    """Return the result in bytes: by dill where pickle cannot."""
     try:
         return pickle.dumps(result)
     except Exception:
         import dill
 
-        return bytes(dill.dumps(result, recurse=True))
+        try:
+            return bytes(dill.dumps(result, recurse=True))
+        except Exception as error:
+            raise TypeError(f"the result, {type(result).__name__}, cannot be sent to the caller: {error}") from error

@@ -1,0 +1,685 @@
+"""Ranks as processes: what they are given and give back; that nothing hangs and nothing is left, whatever happens."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, ring
+
+SOON = 1.0
+"""Seconds within which an error is there that waits for no limit. It takes about 0.02; the rest is a busy machine."""
+
+
+@pytest.fixture
+def world(worlds: Callable[[int], World]) -> World:
+    return worlds(4)
+
+
+def all_right(world: World) -> bool:
+    """Say whether the world works: the sum of 1, 2, 3, 4 is 10 everywhere."""
+    results = world.run(lambda comm: ring.all_reduce(comm, np.array([comm.rank + 1.0])).tolist())
+    return bool(results == [[world.ranks * (world.ranks + 1) / 2]] * world.ranks)
+
+
+def failure(world: World, fn: Callable[..., Any], kind: type[RankError], *args: Any) -> RankError:
+    """Return the error that a run ends with, at once, and leaves the world in order."""
+    began = time.monotonic()
+    with pytest.raises(kind) as caught:
+        world.run(fn, *args)
+    assert time.monotonic() - began < SOON
+    assert type(caught.value) is kind
+    assert all_right(world)
+    return caught.value
+
+
+def stat(pid: int) -> list[str]:
+    """Return state, parent, process group, ... of a process; of one that is gone that it is dead, "X"."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return ["X", "0", "0"]
+
+
+def alive(pid: int) -> bool:
+    """Say whether a process exists and is no zombie."""
+    return stat(pid)[0] not in "ZX"
+
+
+def all_gone(pids: list[int], within: float = 5.0) -> bool:
+    limit = time.monotonic() + within
+    while any(map(alive, pids)) and time.monotonic() < limit:
+        time.sleep(0.01)
+    return not any(map(alive, pids))
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# What goes in and comes out
+
+
+def test_results_come_by_rank(world: World) -> None:
+    """Of a lambda, a closure, a partial function alike, with its arguments."""
+    offset = 10
+    assert world.run(lambda comm, factor: offset + factor * comm.rank, 3) == [10, 13, 16, 19]
+    assert world.run(size_of_world) == [4, 4, 4, 4]
+    assert world.run(functools.partial(scaled, by=2)) == [0, 2, 4, 6]
+
+
+def size_of_world(comm: Communicator) -> int:
+    return comm.size
+
+
+def scaled(comm: Communicator, by: int) -> int:
+    return by * comm.rank
+
+
+def test_the_pool_stands(world: World) -> None:
+    """The same processes, one a rank, serve every run."""
+    pids = world.pids
+    assert len(set(pids)) == 4
+    assert world.run(lambda comm: os.getpid()) == pids == world.pids
+    assert os.getpid() not in pids
+
+
+def test_large_arguments_and_results(world: World) -> None:
+    """Much larger than the pipes they go through."""
+    big = np.arange(10**6)
+    for rank, result in enumerate(world.run(lambda comm, x: x + comm.rank, big)):
+        np.testing.assert_array_equal(result, big + rank)
+
+
+def test_a_run_starts_with_a_clean_slate(world: World) -> None:
+    """Ledger and numbering begin anew, whatever was run before."""
+    ledgers = [world.run(lambda comm: (ring.all_reduce(comm, np.ones(4)), comm.ledger)[1]) for _ in range(2)]
+    assert ledgers[0] == ledgers[1]
+    assert [ledger.messages_sent for ledger in ledgers[0]] == [6] * 4
+
+
+def test_ranks_see_the_environment_of_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is when they start, not as it was when the fork server did."""
+    monkeypatch.setenv("REFPAR_TEST", "set late")
+    with World(2) as world:
+        assert world.run(lambda comm: os.environ["REFPAR_TEST"]) == ["set late"] * 2
+
+
+def test_a_rank_has_one_blas_thread(world: World) -> None:
+    """More of them, times the ranks, are six times slower on few processors."""
+
+    def threads(comm: Communicator) -> int:
+        from threadpoolctl import threadpool_info
+
+        return max(pool["num_threads"] for pool in threadpool_info())
+
+    assert world.run(threads) == [1] * 4
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4", None, 513, 10**9])
+def test_the_number_of_ranks_is_checked(ranks: Any) -> None:
+    with pytest.raises(ValueError, match=r"ranks is .*; it must be an integer from 1 to 512"):
+        World(ranks)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan")])
+def test_the_limit_is_checked(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout is"):
+        World(2, timeout=timeout)
+
+
+def test_what_cannot_be_sent_is_named(world: World) -> None:
+    """Before any rank hears of it."""
+    with pytest.raises(TypeError, match=r"argument 2 of World.run, <generator .*, cannot be sent to the ranks"):
+        world.run(lambda comm, *args: None, 1, (i for i in range(3)))
+    with pytest.raises(TypeError, match="a World cannot be sent to its ranks"):
+        world.run(lambda comm, other: None, world)
+    assert all_right(world)
+
+
+def test_a_result_that_cannot_be_sent_is_an_error(world: World) -> None:
+    def fn(comm: Communicator) -> Any:
+        return (i for i in range(3)) if comm.rank == 2 else 0
+
+    error = failure(world, fn, RankError)
+    assert "rank 2 raised TypeError: the result, generator, cannot be sent" in str(error)
+
+
+def test_a_communicator_does_not_leave_its_rank(world: World) -> None:
+    assert "belongs to one rank" in str(failure(world, lambda comm: comm, RankError))
+
+
+def test_a_closed_world_says_so() -> None:
+    world = World(1)
+    world.close()
+    with pytest.raises(RuntimeError, match="this World is closed"):
+        world.run(size_of_world)
+
+
+def test_a_world_inside_a_rank_is_refused(world: World) -> None:
+    error = failure(world, lambda comm: World(2), RankError)
+    assert "a rank cannot start ranks of its own" in str(error)
+
+
+def test_two_worlds_run_at_once() -> None:
+    """From two threads, without getting in each other's way."""
+    results: dict[int, Any] = {}
+
+    def work(ranks: int) -> None:
+        with World(ranks) as world:
+            results[ranks] = [world.run(lambda comm: float(ring.all_reduce(comm, np.ones(9))[8])) for _ in range(20)]
+
+    threads = [threading.Thread(target=work, args=(ranks,)) for ranks in (2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == {2: [[2.0] * 2] * 20, 3: [[3.0] * 3] * 20}
+
+
+def test_64_ranks_talk_to_each_other() -> None:
+    """Every pair of them, and round the ring: 2 * 63 / 64 = 1.969 of the array, as the papers say."""
+
+    def talk(comm: Communicator) -> tuple[bool, int]:
+        everybody = ring.all_to_all(comm, np.arange(64.0) + 100 * comm.rank)
+        ring.all_reduce(comm, np.arange(640.0))
+        expected = comm.rank + 100 * np.arange(64.0)
+        return bool((everybody == expected).all()), comm.ledger.total(operation="all_reduce").elements
+
+    with World(64) as world:
+        assert world.run(talk) == [(True, 1260)] * 64  # 1.96875 * 640
+
+
+# What goes wrong on a rank
+
+
+def test_an_exception_ends_the_run(world: World) -> None:
+    """Rank 2 raises in mid-ring; its traceback arrives, and what each other was doing (pytorch/torchtitan#1790)."""
+
+    def fn(comm: Communicator) -> None:
+        ring.all_reduce(comm, np.ones(100))
+        if comm.rank == 2:
+            raise ZeroDivisionError("no such gradient")
+        ring.all_reduce(comm, np.ones(100))
+
+    error = failure(world, fn, RankError)
+    assert error.rank == 2
+    text = str(error)
+    assert text.startswith("rank 2 raised ZeroDivisionError: no such gradient\n")
+    assert 'raise ZeroDivisionError("no such gradient")' in text  # its line, in the traceback
+    for other in (0, 1, 3):
+        assert f"  rank {other}: " in text
+
+
+def test_a_long_message_arrives_whole(world: World) -> None:
+    """And blocks nobody on a full pipe (pytorch/pytorch#46754)."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 2:
+            raise ValueError("x" * 10**6)
+        comm.barrier()
+
+    assert "x" * 10**6 in str(failure(world, fn, RankError))
+
+
+def test_the_parent_watches_every_rank(world: World) -> None:
+    """It does not wait for rank 0 while rank 1 is gone (pytorch/pytorch#13518)."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 1:
+            raise ValueError("before any collective")
+        time.sleep(60)
+
+    error = failure(world, fn, RankError)
+    assert error.rank == 1
+    assert "rank 0: computing, has not communicated" in str(error)
+
+
+ENDS: list[tuple[Callable[[], None], str]] = [
+    (lambda: os.kill(os.getpid(), signal.SIGKILL), "rank 2 was killed by SIGKILL"),
+    (lambda: os.kill(os.getpid(), signal.SIGSEGV), "rank 2 was killed by SIGSEGV"),
+    (lambda: os._exit(3), "rank 2 exited with status 3"),
+    (lambda: os._exit(0), "rank 2 exited with status 0"),
+]
+
+
+@pytest.mark.parametrize(("end", "words"), [*ENDS, (lambda: sys.exit(5), "rank 2 raised SystemExit: 5")])
+def test_the_end_of_a_rank_ends_the_run(world: World, end: Callable[[], None], words: str) -> None:
+    """With its signal or status, and what the others were doing."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 2:
+            end()
+        ring.all_reduce(comm, np.ones(1000))
+
+    error = failure(world, fn, RankError)
+    assert error.rank == 2
+    assert str(error).startswith(words)
+    for other in (0, 1, 3):
+        assert f"  rank {other}: " in str(error)
+
+
+@pytest.mark.parametrize(("end", "words"), ENDS)
+def test_a_rank_may_die_in_a_collective(world: World, end: Callable[[], None], words: str) -> None:
+    """At any moment: a thread of its own ends it while it sends and receives."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 2:
+            threading.Timer(0.02, end).start()
+        while True:
+            ring.all_reduce(comm, np.ones(1000))
+
+    error = failure(world, fn, RankError)
+    assert error.rank == 2
+    assert str(error).startswith(words)
+
+
+def test_a_rank_may_die_between_runs(world: World) -> None:
+    """The next run says so, the one after it works."""
+    os.kill(world.pids[2], signal.SIGKILL)
+    assert all_gone([world.pids[2]])
+    error = failure(world, lambda comm: 0, RankError)
+    assert str(error).startswith("rank 2 was killed by SIGKILL")
+
+
+# Ranks that do not agree
+
+
+@pytest.mark.parametrize(
+    ("odd", "words"),
+    [
+        (lambda comm: ring.broadcast(comm, np.ones(4)), "broadcast #3 of float64 (4,) from 0 in world"),
+        (lambda comm: ring.all_reduce(comm, np.ones(5)), "all_reduce #3 of float64 (5,), sum in float64 in world"),
+        (lambda comm: ring.all_reduce(comm, np.ones((2, 2))), "of float64 (2, 2), sum"),
+        (lambda comm: ring.all_reduce(comm, np.ones(4, np.float32)), "of float32 (4,), sum in float32"),
+        (lambda comm: ring.all_reduce(comm, np.ones(4), "max"), "of float64 (4,), max"),
+        (lambda comm: ring.reduce_scatter(comm, np.ones(4)), "reduce_scatter #3"),
+        (lambda comm: comm.barrier(), "barrier #3"),
+        (lambda comm: (comm.barrier(), comm.barrier()), "barrier #3"),
+        (lambda comm: ring.all_reduce(comm.split(comm.rank), np.ones(4)), "all_gather #3"),
+        (lambda comm: comm.recv(np.empty(4), 1), "send of float64 (4,)"),
+    ],
+)
+def test_another_call_is_shown_beside_the_usual(world: World, odd: Callable[..., Any], words: str) -> None:
+    """Instead of sums of what does not belong together, or a hang."""
+
+    def fn(comm: Communicator) -> None:
+        ring.all_reduce(comm, np.ones(4))
+        comm.barrier()
+        if comm.rank == 2:
+            odd(comm)
+        else:
+            ring.all_reduce(comm, np.ones(4))
+
+    error = failure(world, fn, CollectiveMismatch)
+    assert words in str(error)
+    assert "all_reduce #3 of float64 (4,), sum in float64 in world" in str(error)
+    assert "rank 2" in str(error)
+
+
+def test_counts_are_compared_too(world: World) -> None:
+    def fn(comm: Communicator) -> None:
+        ring.reduce_scatter(comm, np.ones(8), counts=[2, 2, 2, 2] if comm.rank != 2 else [1, 3, 2, 2])
+
+    error = failure(world, fn, CollectiveMismatch)
+    assert "by [2, 2, 2, 2]" in str(error)
+    assert "by [1, 3, 2, 2]" in str(error)
+
+
+@pytest.mark.parametrize(
+    "sent", [np.full(4, 0.5, np.float16), np.full((2, 2), 0.5, np.float32), np.full(3, np.float32(0.5))]
+)
+def test_a_message_of_another_kind_is_not_received(world: World, sent: np.ndarray) -> None:
+    """Halves put into a float32 array are noise, without any error (deepspeedai/DeepSpeed#3316)."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 0:
+            comm.send(sent, 1)
+        elif comm.rank == 1:
+            comm.recv(np.empty(4, np.float32), 0)
+
+    error = failure(world, fn, CollectiveMismatch)
+    assert "send of float32 (4,) in world" in str(error)
+    assert f"send of {sent.dtype} {sent.shape} in world" in str(error)
+
+
+def test_a_rank_that_has_returned_is_not_waited_for(world: World) -> None:
+    def fn(comm: Communicator) -> None:
+        if comm.rank != 2:
+            ring.all_reduce(comm, np.ones(4))
+
+    error = failure(world, fn, CollectiveMismatch)
+    assert error.rank == 2
+    assert "rank 3 waits for rank 2 in all_reduce #1" in str(error)
+    assert "whose function has returned" in str(error)
+
+
+def test_a_message_that_nobody_wants_is_an_error(world: World) -> None:
+    """It would be taken for one of the next run, whether it fits into the mailbox or not."""
+    for size in (1, 10**6):
+
+        def fn(comm: Communicator, size: int = size) -> None:
+            if comm.rank == 2:
+                comm.send(np.ones(size), 1)
+
+        error = failure(world, fn, CollectiveMismatch)
+        assert error.rank in (1, 2)
+        assert "rank 2" in str(error)
+        assert "rank 1" in str(error)
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_a_circle_of_waits_is_seen(world: World, length: int) -> None:
+    """At once: every rank of a circle receives from the next before it sends."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank < length:
+            comm.recv(np.empty(1), (comm.rank + 1) % length)
+            comm.send(np.empty(1), (comm.rank - 1) % length)
+
+    error = failure(world, fn, CollectiveMismatch)
+    assert "no rank can go on" in str(error)
+    for rank in range(length):
+        assert f"rank {rank}" in str(error)
+
+
+def test_a_circle_that_is_none_is_waited_out(world: World) -> None:
+    """Ranks that wait for each other's slow work for long are not accused: only nobody at work makes a circle."""
+
+    def fn(comm: Communicator) -> bool:
+        x = np.empty(1)
+        left, right = (comm.rank - 1) % comm.size, (comm.rank + 1) % comm.size
+        for turn in range(8):
+            if turn % comm.size == comm.rank:
+                time.sleep(0.1)
+                comm.send(x, right)
+                comm.recv(x, left)
+            else:
+                comm.recv(x, left)
+                comm.send(x, right)
+        return True
+
+    assert world.run(fn) == [True] * 4
+
+
+# Limits
+
+
+@pytest.mark.parametrize("stop", ["sleeps", "stopped"])
+def test_a_wait_has_a_limit_and_says_for_whom(stop: str) -> None:
+    """Rank 2 stalls; whoever gives up first points at it, along the chain of waits."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGSTOP) if stop == "stopped" else time.sleep(60)
+        ring.all_reduce(comm, np.ones(4))
+
+    with World(4, timeout=0.3) as world:
+        error = failure(world, fn, CommTimeout)
+        assert error.rank == 2
+        assert "waited 0.3 s for rank" in str(error)
+        assert "in all_reduce #1 of float64 (4,), sum in float64 in world" in str(error)
+        assert "rank 2: computing, has not communicated" in str(error)
+
+
+def test_the_limit_is_for_one_wait(world: World) -> None:
+    """Not for the run, nor for a rank that computes."""
+    with World(2, timeout=0.3) as world:
+
+        def fn(comm: Communicator) -> float:
+            for _ in range(4):
+                time.sleep(0.2)
+                comm.barrier()
+            time.sleep(0.2 if comm.rank else 0.5)  # nobody waits for the other here
+            return 1.0
+
+        assert world.run(fn) == [1.0, 1.0]
+
+
+def test_no_limit_is_no_limit() -> None:
+    """For debuggers."""
+    with World(2, timeout=None) as world:
+        world.run(lambda comm: (time.sleep(0.3 * comm.rank), comm.barrier()))
+
+
+# What is left
+
+
+def test_nothing_is_left_of_a_world() -> None:
+    """No process, no descriptor, no shared memory, after an orderly end and after others."""
+    with World(1) as first:
+        first.pids  # noqa: B018 - starts the fork server, which stays
+    files, shared = open_files(), os.listdir("/dev/shm")
+    pids = []
+
+    def fn(comm: Communicator, what: int) -> None:
+        if comm.rank == what:
+            os.kill(os.getpid(), signal.SIGKILL)
+        ring.all_reduce(comm, np.ones(1000))
+
+    with World(3) as world:
+        for what in range(5):
+            pids += world.pids
+            if what < 3:
+                with pytest.raises(RankError):
+                    world.run(fn, what)
+            else:
+                world.run(fn, what)
+    abandoned = World(2)
+    pids += abandoned.pids
+    del abandoned
+    assert all_gone(pids)
+    assert open_files() == files
+    assert os.listdir("/dev/shm") == shared
+
+
+def run_script(text: str, **options: Any) -> subprocess.Popen[str]:
+    """Start Python on a script of its own, in a process group of its own."""
+    paths = [str(Path(__file__).parents[1]), *sys.path]
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-c", textwrap.dedent(text)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, env=environ, stdout=pipe, stderr=pipe, text=True, start_new_session=True, **options
+    )
+
+
+@pytest.fixture
+def script() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Start scripts; end what is left of them."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start(text: str) -> subprocess.Popen[str]:
+        running.append(run_script(text))
+        return running[-1]
+
+    yield start
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def read_pids(process: subprocess.Popen[str]) -> list[int]:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, process.stderr and process.stderr.read()
+    return [int(word) for word in line.split()]
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize(
+    "busy",
+    [
+        "pass",
+        "comm.recv(np.empty(1), (comm.rank + 1) % 3 if comm.rank else 0)",
+        "[0 for _ in iter(int, 1)]",
+        "[ring.all_reduce(comm, np.ones(10**5)) for _ in iter(int, 1)]",
+    ],
+)
+def test_nothing_outlives_a_killed_parent(script: Any, busy: str, method: str) -> None:
+    """Whatever the ranks were doing: idle, waiting, computing, sending."""
+    shared = os.listdir("/dev/shm")
+    process = script(
+        f"""
+        import numpy as np
+        from refpar.comm import World, ring
+
+        def fn(comm):
+            {busy}
+
+        world = World(3, start_method={method!r})
+        world.run(lambda comm: None)
+        print(*world.pids, flush=True)
+        world.run(fn)
+        __import__("time").sleep(60)
+        """
+    )
+    pids = read_pids(process)
+    time.sleep(0.03)
+    os.kill(process.pid, signal.SIGKILL)
+    assert all_gone(pids)
+    assert group_is_empty(process), "the fork server or a tracker has stayed"
+    assert os.listdir("/dev/shm") == shared
+
+
+def group_is_empty(process: subprocess.Popen[str]) -> bool:
+    """Say whether, within a while, no process of the script's group is left."""
+    process.wait()
+    everything = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    return all_gone([pid for pid in everything if stat(pid)[2] == str(process.pid)])
+
+
+def test_ctrl_c_ends_the_ranks_and_the_world_works_again(script: Any) -> None:
+    """The signal goes to all processes of the terminal; KeyboardInterrupt comes out of run, and nothing is printed."""
+    process = script(
+        """
+        import time
+        import numpy as np
+        from refpar.comm import World, ring
+
+        world = World(3)
+        pids = world.pids
+        world.run(lambda comm: None)
+        print(*pids, flush=True)
+        try:
+            world.run(lambda comm: [ring.all_reduce(comm, np.ones(10)) for _ in iter(int, 1)])
+        except KeyboardInterrupt:
+            print(*world.run(lambda comm: int(ring.all_reduce(comm, np.array([comm.rank]))[0])), flush=True)
+        """
+    )
+    pids = read_pids(process)
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert (out, err, process.returncode) == ("3 3 3\n", "", 0)
+    assert all_gone(pids)
+    assert group_is_empty(process)
+
+
+# Where a world is made
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_a_world_outlives_the_thread_that_made_it(method: str) -> None:
+    """The kernel's parent-death signal is sent when a thread ends; it must not be this one."""
+    made: list[World] = []
+
+    def make() -> None:
+        made.append(World(2, start_method=method))
+        made[0].run(size_of_world)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    with made[0] as world:
+        assert all_right(world)
+
+
+SCRIPT = """
+    from dataclasses import dataclass
+    import numpy as np
+    from refpar.comm import World, ring
+
+    print("main runs", flush=True)
+    scale = 2.0
+
+    @dataclass
+    class Point:
+        x: float
+
+    def helper(x):
+        return scale * x
+
+    def fn(comm, point):
+        return helper(float(ring.all_reduce(comm, np.array([point.x]))[0]))
+
+    world = World(3{method})
+    print(world.run(fn, Point(5.0)))
+    """
+
+
+@pytest.mark.parametrize("method", ["", ", start_method='spawn'"])
+def test_a_script_needs_no_guard(script: Any, tmp_path: Path, method: str) -> None:
+    """It is not run again in the ranks, whose functions and classes of the main module come by value."""
+    file = tmp_path / "unguarded.py"
+    file.write_text(textwrap.dedent(SCRIPT.replace("{method}", method)))
+    for text in (
+        SCRIPT.replace("{method}", method),
+        f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')",
+    ):
+        out, err = script(text).communicate(timeout=30)
+        assert (out, err) == ("main runs\n[30.0, 30.0, 30.0]\n", "")
+    paths = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(file)], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=30
+    )
+    assert (done.stdout, done.stderr) == ("main runs\n[30.0, 30.0, 30.0]\n", "")
+
+
+def test_busy_threads_of_the_caller_do_not_matter() -> None:
+    """BLAS threads do not exist in a forked child, which then waits for them (OpenMathLib/OpenBLAS#294)."""
+    stop = threading.Event()
+
+    def multiply() -> None:
+        x = np.ones((200, 200))
+        while not stop.is_set():
+            x @ x
+
+    threads = [threading.Thread(target=multiply) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        with World(3) as world:
+            assert world.run(lambda comm: float((np.ones((8, 8)) @ np.ones((8, 8)))[7, 7])) == [8.0] * 3
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+
+
+def test_a_forked_child_leaves_the_ranks_alone(world: World) -> None:
+    """It may not run them, and does not end them when it ends."""
+    pids = world.pids
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            world.run(size_of_world)
+        except RuntimeError as error:
+            status = 0 if "this World belongs to process" in str(error) else 2
+            world._finalizer()
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert world.pids == pids
+    assert all_right(world)
