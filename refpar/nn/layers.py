@@ -266,16 +266,15 @@ class LayerNorm:
 
     def forward(self, params: Params, x: Array, at: At) -> tuple[Array, Any]:
         xp = array_module(x)
-        centred = widen(x)
-        mean = _mean(centred)  # (batch, seq, 1)
-        centred = centred - mean
+        mean = _mean(x)  # (batch, seq, 1), in the accumulator type as all that follows from it
+        centred = x - mean
         scale = 1 / xp.sqrt(_mean_product(centred, centred) + self.eps)
         y = centred * scale * params[f"{self.name}.weight"] + params[f"{self.name}.bias"]
         return y.astype(x.dtype, copy=False), (x, mean, scale)
 
     def backward(self, params: Params, saved: Any, dy: Array) -> Gradients:
         x, mean, scale = saved
-        normal = (widen(x) - mean) * scale
+        normal = (x - mean) * scale
         yield f"{self.name}.bias", total(_matrix(dy, 1), axis=0)
         yield f"{self.name}.weight", total(_matrix(dy * normal, 1), axis=0)
         dnormal = widen(dy) * params[f"{self.name}.weight"]
