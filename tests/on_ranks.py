@@ -1,4 +1,4 @@
-"""What the tests of the ring run on the ranks. Apart from them, so that ranks import neither pytest nor Hypothesis.
+"""What tests of communication run on the ranks. Apart from them, so that ranks import neither pytest nor Hypothesis.
 
 Inputs are made on the ranks from a seed, since arrays are dear to send; the parent makes the same.
 """
@@ -297,3 +297,32 @@ def no_such_root(comm: Communicator) -> None:
 
 def rows_for_nobody(comm: Communicator) -> None:
     ring.all_to_all(comm, np.ones(3))
+
+
+# Groups
+
+
+def grouped(comm: Communicator, colors: list[int | None], keys: list[int]) -> Any:
+    """Split, gather the members' world ranks in the group, and sum them up."""
+    group = comm.split(colors[comm.rank], keys[comm.rank], name="part")
+    if group is None:
+        return None, comm.ledger
+    members = ring.all_gather(group, np.array(comm.rank)).tolist()
+    assert members == list(group.members)
+    assert members[group.rank] == comm.rank
+    assert group.size == len(members)
+    return members, comm.ledger
+
+
+def mesh(comm: Communicator) -> Any:
+    """Sum over both axes of a 2 x 3 mesh, in an order that differs between the groups."""
+    row, column = divmod(comm.rank, 3)
+    tp = comm.split(row, column, name="tp")
+    dp = comm.split(column, row, name="dp")
+    x = np.array([10.0**comm.rank])
+    along_tp = ring.all_reduce(tp, x)
+    for _ in range(column):  # groups of one name count their calls apart
+        ring.all_reduce(dp, x)
+    along_dp = ring.all_reduce(dp, x)
+    both = ring.all_reduce(dp, along_tp)
+    return float(along_tp[0]), float(along_dp[0]), float(both[0]), comm.ledger, (tp.name, dp.name)
