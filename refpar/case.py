@@ -97,12 +97,12 @@ class Case:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"Case clip is {self.clip}: it must be positive, or None for no clipping")
         object.__setattr__(self, "batches", tuple(self.batches))
-        if isinstance(self.frozen, str):
-            raise ValueError(f"Case frozen is {self.frozen!r}: it must be a tuple of names, such as ({self.frozen!r},)")
         object.__setattr__(self, "frozen", tuple(self.frozen))
         for name in self.frozen:
             if not any(below(known, name) for known in self.model.build().specs):
-                raise ValueError(f"Case frozen names {name!r}: the model has no parameter of that name or below it")
+                raise ValueError(
+                    f"Case frozen names {name!r}: it must be a tuple of names of parameters, or of what they are below"
+                )
 
     @cached_property
     def frozen_names(self) -> frozenset[str]:
@@ -116,7 +116,7 @@ def frozen_names(names: Iterable[str], frozen: Sequence[str]) -> frozenset[str]:
 
 
 def below(name: str, prefix: str) -> bool:
-    """Return whether ``name`` is ``prefix``, or in the part of the model that it names: not ``blocks.10`` in ``blocks.1``."""
+    """Return whether ``name`` is ``prefix``, or in what that names: ``blocks.10`` is not below ``blocks.1``."""
     return name == prefix or name.startswith(prefix + ".")
 
 
@@ -231,6 +231,8 @@ class Step:
     t : updates made so far
     parameters : the weights that the next forward pass sees
     state : by parameter, then by buffer: the optimizer's, and ``master`` where weights are float16
+
+    Frozen parameters are among ``parameters`` alone.
     """
 
     count: int
@@ -313,7 +315,7 @@ class State:
         for name, spec in case.model.build().specs.items():
             value = initial_value(case.seed, name, spec, types.master) if values is None else values[name]
             masters[name] = value.astype(types.master)
-        state = {name: new_state(case.optimizer, p) for name, p in masters.items()}
+        state = {name: new_state(case.optimizer, p) for name, p in masters.items() if name not in case.frozen_names}
         if types.master != types.compute:
             state = {name: {**own, "master": masters[name]} for name, own in state.items()}
         weights = {name: to_compute(p, types) for name, p in masters.items()}
@@ -337,11 +339,11 @@ class State:
 
     def master(self, name: str) -> HostArray:
         """Return what the optimizer updates: the weights themselves unless those are float16."""
-        return self.state[name].get("master", self.parameters[name])
+        return self.state.get(name, {}).get("master", self.parameters[name])
 
     def buffers(self, name: str) -> dict[str, HostArray]:
         """Return what the optimizer keeps beside the weights."""
-        return {buffer: x for buffer, x in self.state[name].items() if buffer != "master"}
+        return {buffer: x for buffer, x in self.state.get(name, {}).items() if buffer != "master"}
 
 
 def gradient_order(units: Sequence[tuple[str, Any]]) -> list[str]:

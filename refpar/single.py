@@ -65,9 +65,11 @@ def train(
     units = segments(model.units, recompute)
     types = case.precision
     begin = start if isinstance(start, State) else State.initial(case, start)
-    masters = {name: xp.asarray(begin.master(name).copy()) for name in model.specs}
-    weights = {name: precision.to_compute(p, types) for name, p in masters.items()}
-    state = {name: {b: xp.asarray(x.copy()) for b, x in begin.buffers(name).items()} for name in model.specs}
+    initial = {name: xp.asarray(begin.master(name).copy()) for name in model.specs}
+    weights = {name: precision.to_compute(p, types) for name, p in initial.items()}
+    masters = {name: p for name, p in initial.items() if name not in case.frozen_names}
+    state = {name: {b: xp.asarray(x.copy()) for b, x in begin.buffers(name).items()} for name in masters}
+    order = [name for name in gradient_order(model.units) if name in masters]
     scaler = precision.LossScaler(types.loss_scale, begin.scale, begin.good)
     steps: list[Step] = []
     t, peak = begin.t, 0
@@ -76,16 +78,19 @@ def train(
         count = losses.token_count(batch.mask)
         seed, divisor = losses.seed_and_divisor(case.divide, scaler.scale, count)
 
-        gradients: dict[str, Array] = {}
+        stored: dict[str, Array] = {}
         loss_sum = 0.0
         for rows in split(number, len(batch)):
             at = At(case.seed, number, tuple(rows))
             x = batch.take(rows).on(xp, types.compute)
             saved: list[Any] = []
             loss_sum += forward(units, model.loss, weights, x, at, saved)
-            peak = max(peak, backward(units, model.loss, weights, saved, seed, gradients, types.gradients))
+            peak = max(peak, backward(units, model.loss, weights, saved, seed, stored, types.gradients))
 
-        gradients = {name: precision.unscale(g, divisor) for name, g in gradients.items()}
+        for name in order:  # of what no row has used the gradient is zero
+            if name not in stored:
+                stored[name] = xp.zeros_like(weights[name], dtype=types.gradients)
+        gradients = {name: precision.unscale(stored[name], divisor) for name in order}
         overflow = any(precision.overflowed(g) for g in gradients.values())
         norm = math.sqrt(sum(optim.squared_norm(g) for g in gradients.values()))
 
@@ -103,7 +108,7 @@ def train(
         step = Step(
             count=count,
             loss=loss_sum / max(count, 1),
-            gradients={name: copy(gradients[name]) for name in gradient_order(model.units)},
+            gradients={name: copy(g) for name, g in gradients.items()},
             norm=norm,
             outcome=outcome,
             scale=scaler.scale,
@@ -116,7 +121,7 @@ def train(
             kept = own if masters[name] is weights[name] else {**own, "master": masters[name]}
             step.state[name] = {buffer: copy(x) for buffer, x in kept.items()}
         steps.append(step)
-    held = live_bytes(weights, masters, gradients, state)
+    held = live_bytes(weights, masters, {name: stored[name] for name in order}, state)
     return Trace(case, Layout(), steps, bytes_held=[held], peak_bytes=[peak], begun=begin.step)
 
 

@@ -23,7 +23,8 @@ in the last micro-batch; micro-batches before that are added up locally and send
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +32,7 @@ from refpar import precision, split
 from refpar.arrays import Array, array_module
 from refpar.comm import ring
 from refpar.comm.communicator import Communicator
+from refpar.nn.layer import live_bytes
 from refpar.nn.models import Units
 from refpar.precision import Precision
 
@@ -42,19 +44,28 @@ class DataParallel:
     ----------
     weights : by name, what the layers compute with
     units : what to run
-    masters : by name and flat, what the optimizer updates; the same memory unless weights are float16
+    masters : by name and flat, what the optimizer updates; the same memory unless weights are float16.
+        Frozen parameters have none, and no gradient
+    peak_gradients : largest bytes of stored gradients alive at once
+    peak_gathered : 0; what :class:`refpar.parallel.zero.Zero` has to gather, is here already
     """
 
     def __init__(
-        self, comm: Communicator, units: Units, masters: Mapping[str, Array], types: Precision, bucket: int
+        self,
+        comm: Communicator,
+        units: Units,
+        initial: Mapping[str, Array],
+        types: Precision,
+        bucket: int,
+        frozen: Collection[str] = (),
     ) -> None:
         self.comm, self.types, self.units = comm, types, units
-        self.shapes = {name: p.shape for name, p in masters.items()}
-        self.masters = {name: p.reshape(-1) for name, p in masters.items()}
-        self.weights: dict[str, Array] = {}
-        self.publish()
+        self.shapes = {name: p.shape for name, p in initial.items()}
+        self.masters = {name: p.reshape(-1) for name, p in initial.items() if name not in frozen}
+        self.weights = {name: precision.to_compute(p, types) for name, p in initial.items()}
         self.final = final_names(units)
-        self.buckets = bucketed(units, {name: p.size for name, p in masters.items()}, bucket)
+        self.buckets = bucketed(units, {name: p.size for name, p in self.masters.items()}, bucket)
+        self.peak_gradients = self.peak_gathered = 0
         self.begin()
 
     def begin(self) -> None:
@@ -65,10 +76,12 @@ class DataParallel:
 
     def consume(self, name: str, gradient: Array) -> None:
         """Add a gradient to what earlier micro-batches, or other uses of the same weight, have given."""
-        precision.accumulate(self.gradients, name, gradient, self.types.gradients)
+        if name in self.masters:
+            precision.accumulate(self.gradients, name, gradient, self.types.gradients)
 
     def unit_done(self, index: int, last: bool) -> None:
         """Hear that unit ``index`` has run backward; in the last micro-batch, reduce what is final."""
+        self.peak_gradients = max(self.peak_gradients, live_bytes(self.gradients))
         if last:
             self.ready.update(self.final[-1 - index])
             for names in [bucket for bucket in self.waiting if self.ready.issuperset(bucket)]:
@@ -77,8 +90,11 @@ class DataParallel:
 
     def reduce(self, names: Sequence[str]) -> None:
         """Replace the gradients of one bucket by their sums over all ranks."""
+        xp = array_module(self.weights[names[0]])
+        for name in names:  # what no row of this rank has used has gradient zero, and is added with the others
+            if name not in self.gradients:
+                self.gradients[name] = xp.zeros(self.shapes[name], dtype=self.types.gradients)
         parts = [self.gradients[name] for name in names]
-        xp = array_module(parts[0])
         flat = xp.concatenate([g.ravel() for g in parts])
         flat = ring.all_reduce(self.comm, flat, accumulate=self.types.reduce)
         start = 0
@@ -92,7 +108,7 @@ class DataParallel:
 
     def positions(self, name: str) -> range:
         """Return the flat positions of the elements of ``name`` that this rank updates: all."""
-        return range(self.masters[name].size)
+        return range(math.prod(self.shapes[name]))
 
     def own_weights(self, name: str) -> Array:
         """Return the weights this rank updates, flat."""
@@ -129,14 +145,14 @@ def buckets(names: Iterable[str], sizes: Mapping[str, int], limit: int) -> list[
 
 
 def bucketed(units: Units, sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Return the buckets of a list of units, in the order in which their gradients become final.
+    """Return the buckets of the names in ``sizes``, in the order in which their gradients become final.
 
     What tensor parallelism slices has buckets of its own. The order in which a ring adds up an element depends on
     the chunk it lies in, and three numbers added in another order are other bits: a norm that shares a bucket
     with slices of unequal size would drift apart between tensor-parallel ranks, from 3 replicas on.
     """
     axes = {name: spec.axis for _, layer in units for name, spec in layer.specs.items()}
-    names = [name for final in final_names(units) for name in final]
+    names = [name for final in final_names(units) for name in final if name in sizes]
     whole, sliced = [n for n in names if axes[n] is None], [n for n in names if axes[n] is not None]
     return [*buckets(whole, sizes, limit), *buckets(sliced, sizes, limit)]
 
