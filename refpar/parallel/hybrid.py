@@ -170,13 +170,13 @@ def make_store(mesh: Mesh, units: Units, case: Case, begin: State, xp: ModuleTyp
     """Return the weights of this rank: its slices of whole values, which do not depend on the layout."""
     layout = mesh.layout
     names = dict.fromkeys(name for _, layer in units for name in layer.specs)
-    masters = {
+    initial = {
         name: xp.asarray(placement.slice_initial(begin.master(name), mesh.specs[name], layout.tp, mesh.tp.rank))
         for name in names
     }
     if layout.zero:
-        return Zero(mesh.dp, units, masters, case.precision, layout.bucket, layout.zero)
-    return DataParallel(mesh.dp, units, masters, case.precision, layout.bucket)
+        return Zero(mesh.dp, units, initial, case.precision, layout.bucket, layout.zero, case.frozen_names)
+    return DataParallel(mesh.dp, units, initial, case.precision, layout.bucket, case.frozen_names)
 
 
 def make_state(mesh: Mesh, store: Store, begin: State, xp: ModuleType) -> dict[str, dict[str, Array]]:

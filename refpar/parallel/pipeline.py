@@ -67,6 +67,9 @@ class Stage:
     at : where each micro-batch stands
     seed : what the backward pass starts from
     dtype : of activations
+    executed : what has been done, in the order in which it was
+    loss_sum : of the micro-batches so far, on the last stage
+    peak_bytes, peak_live : most that was alive at once for backward passes to come: bytes, and micro-batches
     """
 
     comm: Communicator
@@ -77,11 +80,12 @@ class Stage:
     at: Sequence[At]
     seed: float
     dtype: str
+    executed: list[do.Instruction] = field(default_factory=list)
     loss_sum: float = 0.0
     peak_bytes: int = 0
     peak_live: int = 0
     backwards: int = 0
-    announced: bool = False
+    going: tuple[int, ...] | None = None
     coming: tuple[int, ...] | None = None
     inputs: dict[int, Array] = field(default_factory=dict)
     outputs: dict[int, Array] = field(default_factory=dict)
@@ -97,16 +101,16 @@ class Stage:
                 case do.Forward(m=m):
                     self.forward(m)
                 case do.SendActivation(m=m):
-                    self.send_activation(self.outputs[m])
+                    self.send_activation(self.outputs.pop(m))
                 case do.RecvGradient(m=m):
-                    like = self.outputs.pop(m)
-                    self.gradients[m] = self.comm.recv(array_module(like).empty_like(like), self.comm.rank + 1)
+                    self.gradients[m] = self.receive_gradient(m)
                 case do.Backward(m=m):
                     self.backward(m)
                 case do.SendGradient(m=m):
                     self.comm.send(self.gradients.pop(m), self.comm.rank - 1)
                 case do.ReduceGradients() | do.Step():
                     pass  # the store has reduced the last gradients as they came; the step is the caller's
+            self.executed.append(instruction)
 
     @property
     def first(self) -> bool:
@@ -120,14 +124,13 @@ class Stage:
 
     def forward(self, m: int) -> None:
         """Run micro-batch ``m`` through this stage's units, to the loss on the last one."""
-        batch = self.micro_batches[m]
-        x = batch.inputs if self.first else self.inputs.pop(m)
+        x = self.micro_batches[m].inputs if self.first else self.inputs.pop(m)
         saved = self.saved[m] = []
         for _, layer in self.units:
             x, kept = layer.forward(self.store.weights, x, self.at[m])
             saved.append(kept)
         if self.last:
-            loss_sum, kept = self.loss.forward(x, batch.targets, batch.mask)
+            loss_sum, kept = self.loss.forward(x, *labels(self.micro_batches, m))
             saved.append(kept)
             self.loss_sum += float(loss_sum)
         else:
@@ -145,16 +148,17 @@ class Stage:
             dy = stream.dx
             self.measure()  # while what a layer has recomputed is still there
             saved.pop()
-            self.store.unit_done(index, self.backwards == len(self.micro_batches))
+            self.store.unit_done(index, is_last(self.backwards, len(self.micro_batches)))
         del self.saved[m]
-        self.gradients[m] = dy
+        if not self.first:
+            self.gradients[m] = dy
 
     def send_activation(self, y: Array) -> None:
-        """Send an activation to the next stage; ahead of the first, its shape without the rows."""
-        if not self.announced:
-            self.announced = True
+        """Send an activation to the next stage; ahead of the first of a step, its shape without the rows."""
+        if self.going is None:
+            self.going = y.shape[1:]
             header = np.zeros(MOST_AXES, np.int64)
-            header[: y.ndim] = y.ndim, *y.shape[1:]
+            header[: y.ndim] = y.ndim, *self.going
             with self.comm.ledger.observing():
                 self.comm.send(header, self.comm.rank + 1)
         self.comm.send(y, self.comm.rank + 1)
@@ -165,11 +169,42 @@ class Stage:
             with self.comm.ledger.observing():
                 axes, *shape = self.comm.recv(np.empty(MOST_AXES, np.int64), self.comm.rank - 1).tolist()
             self.coming = tuple(shape[: axes - 1])
+        return self.comm.recv(self.room(m, self.coming), self.comm.rank - 1)
+
+    def receive_gradient(self, m: int) -> Array:
+        """Return the gradient of what :meth:`send_activation` sent, from the next stage."""
+        assert self.going is not None
+        return self.comm.recv(self.room(m, self.going), self.comm.rank + 1)
+
+    def room(self, m: int, shape: tuple[int, ...]) -> Array:
+        """Return an empty array for what comes over a boundary: in the type of activations, whichever way it goes."""
         batch = self.micro_batches[m]
-        room = array_module(batch.inputs).empty((len(batch), *self.coming), self.dtype)
-        return self.comm.recv(room, self.comm.rank - 1)
+        return array_module(batch.inputs).empty((len(batch), *shape), self.dtype)
 
     def measure(self) -> None:
         """Note how much is alive for the backward passes to come."""
         self.peak_bytes = max(self.peak_bytes, live_bytes(self.saved))
         self.peak_live = max(self.peak_live, len(self.saved))
+
+
+def labels(micro_batches: Sequence[Batch], m: int) -> tuple[Array, Array]:
+    """Return what the outputs of micro-batch ``m`` are held to: its own targets and mask (DeepSpeed#5729)."""
+    return micro_batches[m].targets, micro_batches[m].mask
+
+
+def is_last(backwards: int, micro_batches: int) -> bool:
+    """Return whether gradients are complete: after as many backward passes as there are micro-batches, not before."""
+    return backwards == micro_batches
+
+
+def elements_sent(widths: Sequence[int], tokens: int, stage: int) -> int:
+    """Return the elements that a rank of ``stage`` sends in a step: activations onward, and gradients back.
+
+    Parameters
+    ----------
+    widths : for each boundary, elements that this rank sends over it for a token (a row, for the MLP)
+    tokens : of all micro-batches of this replica together
+    """
+    onward = widths[stage] if stage < len(widths) else 0
+    back = widths[stage - 1] if stage > 0 else 0
+    return tokens * (onward + back)
