@@ -274,6 +274,8 @@ class Trace:
     peak_bytes : by rank, largest bytes of activations kept for the backward pass
     peak_live : by rank, largest number of micro-batches alive between their forward and backward pass
     schedule : by rank, what its pipeline stage did in the last step, in the order in which it did it
+    peak_gradients : by rank, largest bytes of stored gradients alive at once
+    peak_gathered : by rank, largest bytes of weights gathered for one unit: ZeRO-3's
     """
 
     case: Case
@@ -285,6 +287,8 @@ class Trace:
     peak_live: list[int] = field(default_factory=list)
     schedule: list[tuple[Any, ...]] = field(default_factory=list)
     begun: int = 0
+    peak_gradients: list[int] = field(default_factory=list)
+    peak_gathered: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

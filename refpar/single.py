@@ -151,8 +151,8 @@ def backward(
         stream = Stream(layer.backward(weights, saved[-1], dy))
         for name, gradient in stream:
             precision.accumulate(gradients, name, gradient, dtype)
+            peak = max(peak, live_bytes(saved))  # while what a layer has recomputed is still there
         dy = stream.dx
-        peak = max(peak, live_bytes(saved))  # while what a layer has recomputed is still there
         saved.pop()
     return peak
 

@@ -54,8 +54,10 @@ class Checkpoint:
                 f"{first_name(self)}: a recomputed output differs from the first one: the layer is not "
                 "deterministic, and its gradient would be that of another network"
             )
-        saved.append(recomputed)  # what is alive from here on, for whoever measures
+        del again
+        saved.append(recomputed)  # alive from here on, for whoever measures
         dx = yield from self.layer.backward(params, recomputed, dy)
+        saved.pop()
         return dx
 
 

@@ -49,6 +49,8 @@ class RankTrace:
     peak_live: int
     schedule: tuple[Any, ...]
     begun: int = 0
+    peak_gradients: int = 0
+    peak_gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,8 @@ def collect(case: Case, layout: Layout, parts: Sequence[RankTrace]) -> Trace:
         peak_live=[part.peak_live for part in parts],
         schedule=[part.schedule for part in parts],
         begun=parts[0].begun,
+        peak_gradients=[part.peak_gradients for part in parts],
+        peak_gathered=[part.peak_gathered for part in parts],
     )
 
 

@@ -148,6 +148,7 @@ def train(
             break
     trace.ledger = comm.ledger.snapshot()
     trace.bytes_held = live_bytes(store.weights, store.masters, store.gradients, state)
+    trace.peak_gradients, trace.peak_gathered = store.peak_gradients, store.peak_gathered
     return trace
 
 
@@ -194,7 +195,7 @@ def tied_sum(mesh: Mesh, store: Store, types: precision.Precision) -> dict[str, 
     """Return the gradients of what this rank owns, those of a tied weight summed over the stages that hold it."""
     gradients = store.reduced()
     for name, group in mesh.tied.items():
-        if group is not None:
+        if group is not None and name in gradients:
             gradients[name] = ring.all_reduce(group, gradients[name], accumulate=types.reduce)
     return gradients
 

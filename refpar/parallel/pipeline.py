@@ -145,8 +145,8 @@ class Stage:
         for index, (_, layer) in reversed(list(enumerate(self.units))):
             for name, gradient in (stream := Stream(layer.backward(self.store.weights, saved[-1], dy))):
                 self.store.consume(name, gradient)
+                self.measure()  # while what a layer has recomputed is still there
             dy = stream.dx
-            self.measure()  # while what a layer has recomputed is still there
             saved.pop()
             self.store.unit_done(index, is_last(self.backwards, len(self.micro_batches)))
         del self.saved[m]
