@@ -17,10 +17,7 @@ from itertools import accumulate
 
 def sizes(n: int, parts: int) -> list[int]:
     """Return the length of each part."""
-    if parts < 1:
-        raise ValueError(f"parts is {parts}; a split needs at least 1")
-    if n < 0:
-        raise ValueError(f"n is {n}; nothing can be split that has a negative length")
+    _check(n, parts)
     quotient, longer = divmod(n, parts)
     return [quotient + 1] * longer + [quotient] * (parts - longer)
 
@@ -32,7 +29,11 @@ def ranges(counts: Sequence[int]) -> list[range]:
 
 def part(n: int, parts: int, index: int) -> range:
     """Return the indices of part ``index``: of 5 over 3 they are ``0 1``, ``2 3``, ``4``."""
-    return ranges(sizes(n, parts))[index]
+    _check(n, parts)
+    quotient, longer = divmod(n, parts)
+    index = range(parts)[index]
+    start = index * quotient + min(index, longer)
+    return range(start, start + quotient + (index < longer))
 
 
 def ring_elements(n: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -42,10 +43,16 @@ def ring_elements(n: int, ranks: int, rank: int) -> tuple[int, int]:
     every chunk but its right neighbour's; over all ranks that is ``2 (ranks - 1) n``, exactly. One
     rank sends nothing.
     """
-    counts = sizes(n, ranks)
-    return n - counts[rank], n - counts[(rank + 1) % ranks]
+    return n - len(part(n, ranks, rank)), n - len(part(n, ranks, (rank + 1) % ranks))
 
 
 def broadcast_elements(n: int, ranks: int, rank: int, root: int) -> int:
     """Return how many elements ``rank`` sends in a broadcast of ``n``: all, but for the last of the chain."""
     return n if (rank - root) % ranks < ranks - 1 else 0
+
+
+def _check(n: int, parts: int) -> None:
+    if parts < 1:
+        raise ValueError(f"parts is {parts}; a split needs at least 1")
+    if n < 0:
+        raise ValueError(f"n is {n}; nothing can be split that has a negative length")
