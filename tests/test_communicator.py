@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from refpar import split
 from refpar.comm import Communicator, Ledger, ring
 from refpar.comm.ledger import Sent, Tally
-from refpar.comm.mailbox import TEXT_BYTES, _shorten
+from refpar.comm.mailbox import TEXT_BYTES, shorten
 
 
 @settings(max_examples=60, deadline=None)
@@ -139,6 +139,6 @@ def test_a_split_of_nothing_into_nothing_is_refused(bad: Any) -> None:
 def test_long_calls_are_told_apart() -> None:
     """A sentence that is too long for a message's head is cut, but its hash is not."""
     long = "reduce_scatter #1 by " + "1, " * 300
-    assert len(_shorten(long + "2")) == len(_shorten(long + "3")) == TEXT_BYTES - 20 + 3 + 16
-    assert _shorten(long + "2") != _shorten(long + "3")
-    assert _shorten("all_reduce #1") == b"all_reduce #1"
+    assert len(shorten(long + "2")) == len(shorten(long + "3")) == TEXT_BYTES - 20 + 3 + 16
+    assert shorten(long + "2") != shorten(long + "3")
+    assert shorten("all_reduce #1") == b"all_reduce #1"

@@ -242,7 +242,7 @@ class Mailboxes:
 
     def doing(self, call: str) -> None:
         if call:
-            self._call = _shorten(call)
+            self._call = shorten(call)
         self._say(IN_CALL if call else COMPUTING)
 
     # What the process asks for
@@ -277,7 +277,7 @@ class Mailboxes:
         box = self._outboxes.get(dest)
         if box is None:
             box = self._outboxes[dest] = Outbox(self.region, self.rank, dest)
-        message = Outgoing(_shorten(call), data)
+        message = Outgoing(shorten(call), data)
         box.queue.append(message)
         return message
 
@@ -307,7 +307,7 @@ class Mailboxes:
         if box is None:
             box = self._inboxes[source] = Inbox(self.region, source, self.rank)
         try_wait, post, memory = self.region.try_wait, self.region.post, self.region.memory
-        expected = _shorten(call)
+        expected = shorten(call)
         start = 0
         complete = False
 
@@ -449,7 +449,7 @@ class Chain:
         )
 
 
-def _shorten(call: str) -> bytes:
+def shorten(call: str) -> bytes:
     """Return ``call`` in bytes that fit into a slot's head; what is cut off is stood for by its hash."""
     text = call.encode()
     if len(text) <= TEXT_BYTES:
