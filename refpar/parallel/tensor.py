@@ -34,7 +34,8 @@ is that of tp roundings. What every rank holds whole gets the same gradient bits
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,9 +43,10 @@ from refpar import split
 from refpar.arrays import Array, array_module, total, widen
 from refpar.comm import ring
 from refpar.comm.communicator import Communicator
+from refpar.nn.checkpoint import Checkpoint
 from refpar.nn.layer import At, Gradients, Layer, Params, ParamSpec, Residual, Sequential
 from refpar.nn.layers import Attention, Bias, Embedding, Linear, Unembed
-from refpar.nn.loss import Loss, token_count
+from refpar.nn.loss import CrossEntropy, Loss, token_count
 from refpar.nn.models import Model, Units
 
 
@@ -209,3 +211,54 @@ def leaves(layer: Layer) -> Iterator[Layer]:
         yield layer
     for part in inner:
         yield from leaves(part)
+
+
+def all_reduces(layer: Layer, forwards: int = 1) -> Iterator[int]:
+    """Yield, for each all-reduce that a micro-batch costs in an unsplit ``layer``, its elements per token.
+
+    Parameters
+    ----------
+    forwards : how often the layer runs forward: once, and once more for each layer around it that recomputes
+    """
+    match layer:
+        case Sequential(layers=layers):
+            for inner in layers:
+                yield from all_reduces(inner, forwards)
+        case Residual(layer=inner):
+            yield from all_reduces(inner, forwards)
+        case Checkpoint(layer=inner):
+            yield from all_reduces(inner, forwards + 1)
+        case Linear(axis=int(axis), in_shape=in_shape) if axis >= len(in_shape):
+            yield math.prod(in_shape)  # f, backward
+        case Linear(axis=int(), out_shape=out_shape):
+            yield from [math.prod(out_shape)] * forwards  # g
+        case Embedding(width=width):
+            yield from [width] * forwards  # g
+        case Unembed(width=width):
+            yield width  # f, backward
+
+
+def elements_sent(units: Units, loss: Loss, tokens: Sequence[int], ranks: int, rank: int) -> int:
+    """Return the elements that ``rank`` of ``ranks`` sends in a step.
+
+    Parameters
+    ----------
+    units : of this rank's stage, unsplit, wrapped for recomputation as they are run
+    loss : on the last stage that of the model, also unsplit; a squared error on all others, which costs nothing
+    tokens : of each micro-batch, whether they count or not; rows, for the MLP
+    """
+    each = [n for _, layer in units for n in all_reduces(layer)]
+    if isinstance(loss, CrossEntropy):
+        each += [1, 2]  # the maximum; the sum of exponentials and the target's logit
+    return sum(sum(split.ring_elements(n * count, ranks, rank)) for count in tokens for n in each)
+
+
+def output_width(unit: Layer, ranks: int, rank: int) -> int:
+    """Return how many elements ``rank`` holds of a token's activation behind ``unit``: all, or those of its columns."""
+    last = [layer for layer in leaves(unit) if isinstance(layer, Linear | Embedding)][-1]
+    if isinstance(last, Embedding):
+        return last.width
+    if last.axis is None or last.axis < len(last.in_shape):
+        return math.prod(last.out_shape)
+    axis = last.axis - len(last.in_shape)
+    return math.prod(last.out_shape) // last.out_shape[axis] * len(split.part(last.out_shape[axis], ranks, rank))
