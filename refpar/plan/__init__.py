@@ -1,0 +1,7 @@
+"""Arithmetic on paper: where the memory goes, what is sent, what fits, what to choose.
+
+Read ``models.py`` (what a network consists of), ``memory.py`` (the ledger of one rank), ``traffic.py``
+(what it sends), ``speed.py`` and ``costs.py`` (seconds), and ``choose.py`` (why it does not fit, and what
+to do). The same functions answer for refpar's own small networks, where a run is held to them as exact
+integers, and for 10^12 parameters on 10^5 devices.
+"""
