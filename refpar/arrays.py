@@ -16,6 +16,10 @@ the end. NumPy does otherwise where it is not told: the sum of 4,096 half ones a
 
 from __future__ import annotations
 
+import difflib
+import importlib
+import importlib.util
+import os
 import sys
 from types import ModuleType
 from typing import Any
@@ -25,6 +29,75 @@ import numpy.typing as npt
 
 Array = Any
 """An array of any library. NumPy's own types cannot express "whatever array_module knows"."""
+
+BACKENDS = {
+    "numpy": "pip install numpy",
+    "cupy": "pip install 'refpar[cuda12]' or 'refpar[cuda13]', whichever CUDA version nvidia-smi shows",
+}
+"""Libraries that ranks can compute with, and how to get them."""
+
+
+class Unavailable(RuntimeError):
+    """Something that was asked for is not there; the text says what, and how to get it. Nothing stands in for it."""
+
+
+def chosen_backend(asked: str | None = None) -> str:
+    """Return the name of the array library to use: ``asked``, else that in ``REFPAR_BACKEND``, else ``"numpy"``.
+
+    The library is looked for and not imported: it is for the ranks to use, not for who starts them.
+
+    Raises
+    ------
+    ValueError
+        The name is unknown.
+    Unavailable
+        The library is not installed.
+    """
+    where = "backend" if asked is not None else "REFPAR_BACKEND"
+    name = asked if asked is not None else os.environ.get("REFPAR_BACKEND") or "numpy"
+    if name not in BACKENDS:
+        near = difflib.get_close_matches(name, BACKENDS, 1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(BACKENDS)}"
+        raise ValueError(f"{where} {name!r} is unknown: {hint}")
+    if importlib.util.find_spec(name) is None:
+        raise Unavailable(f"{where} {name}: the package {name} is not installed; {BACKENDS[name]}")
+    return name
+
+
+def use(backend: str, local_rank: int) -> ModuleType:
+    """Import an array library in a rank, choose the rank's device, and return the library.
+
+    Parameters
+    ----------
+    local_rank : the rank's number on its machine; with G devices there it gets device ``local_rank % G``
+
+    Raises
+    ------
+    Unavailable
+        There is no device, or it cannot be used: a driver or a CUDA library is missing.
+    """
+    try:
+        xp = importlib.import_module(backend)
+        if xp is not np:
+            xp.cuda.Device(local_rank % xp.cuda.runtime.getDeviceCount()).use()
+            (xp.ones((2, 2)) @ xp.ones((2, 2))).sum().item()  # libraries of CUDA are loaded when first used
+    except Exception as error:  # the library's own kinds, which cannot be named without it
+        first = str(error).partition("\n")[0]
+        raise Unavailable(
+            f"backend {backend}: no GPU can be used on this machine: {type(error).__name__}: {first} "
+            "(does nvidia-smi show one, and the CUDA version that this package is for?)"
+        ) from error
+    return xp
+
+
+def synchronise(x: Array) -> None:
+    """Wait until the device of ``x`` has done all that it was asked to; with host arrays there is nothing to wait for.
+
+    A copy from the host may be under way when the call that asked for it has returned: whoever is about to
+    reuse the host's memory waits first.
+    """
+    if not isinstance(x, np.ndarray):
+        array_module(x).cuda.get_current_stream().synchronize()
 
 
 def array_module(x: Array) -> ModuleType:

@@ -19,12 +19,13 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any, Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from refpar.arrays import Array, array_module, to_host
+from refpar.arrays import Array, array_module, synchronise, to_host
 from refpar.comm.ledger import Ledger
 
 HostArray = npt.NDArray[Any]
@@ -63,10 +64,13 @@ class Communicator:
     name : of the group, such as ``"world"`` or ``"dp"``; on the ledger and in errors
     members : the world rank of each member
     ledger : what this rank has sent, over all its groups
+    xp : the array library of this rank's backend
     """
 
-    def __init__(self, transport: Transport, members: tuple[int, ...], name: str, ledger: Ledger) -> None:
-        self.transport, self.members, self.name, self.ledger = transport, members, name, ledger
+    def __init__(
+        self, transport: Transport, members: tuple[int, ...], name: str, ledger: Ledger, xp: ModuleType = np
+    ) -> None:
+        self.transport, self.members, self.name, self.ledger, self.xp = transport, members, name, ledger, xp
         self.rank, self.size = members.index(transport.rank), len(members)
         self._calls = 0
         self._operation = self._call = ""
@@ -97,6 +101,7 @@ class Communicator:
             self.transport.receive(peer, self._call, consume)
         if host is not out:
             out[...] = array_module(out).asarray(host)
+            synchronise(out)  # before `host` is freed
         return out
 
     def sendrecv(self, array: Array, dest: int, out: Array, source: int) -> Array:
@@ -114,7 +119,7 @@ class Communicator:
         array : what goes to ``dest``, contiguous; must not change during the call
         consume : called with ``(start, piece)`` for each piece that comes from ``source``: host
             arrays that are only valid inside the call, ``start`` the index of their first element.
-            It may write to anything but ``array``.
+            It may write to anything but ``array``, in the library of ``array``.
         dtype : type of the elements received; that of ``array`` by default
 
         Notes
@@ -123,10 +128,13 @@ class Communicator:
         """
         to, from_, host = self._peer("dest", dest), self._peer("source", source), _contiguous(array)
         kind = np.dtype(dtype or host.dtype)
+
+        def hand_on(start: int, piece: Bytes) -> None:
+            consume(start // kind.itemsize, piece.view(kind))
+            synchronise(array)  # a device may still be reading the slot, which the sender may then write to
+
         self._count(host)
-        self.transport.exchange(
-            to, _raw(host), from_, self._call, lambda start, piece: consume(start // kind.itemsize, piece.view(kind))
-        )
+        self.transport.exchange(to, _raw(host), from_, self._call, hand_on)
 
     def barrier(self) -> None:
         """Wait until every rank of the group has come here (dissemination: log2(size) rounds of empty messages)."""
@@ -160,7 +168,7 @@ class Communicator:
             return None
         chosen = sorted((k, r) for r, (member, c, k) in enumerate(everyone) if member and c == color)
         members = tuple(self.members[r] for _, r in chosen)
-        return Communicator(self.transport, members, name or f"{self.name}.{color}", self.ledger)
+        return Communicator(self.transport, members, name or f"{self.name}.{color}", self.ledger, self.xp)
 
     @contextmanager
     def operation(

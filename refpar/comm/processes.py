@@ -14,6 +14,7 @@ it was and what each other was doing, and the next ``run`` starts a fresh set of
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import select
@@ -25,11 +26,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy as np
 
+from refpar import arrays
+from refpar.comm import mpi
 from refpar.comm.communicator import Communicator
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
 from refpar.comm.ledger import Ledger
@@ -47,14 +50,30 @@ class World:
     ranks : how many processes
     timeout : how long, in seconds, a rank waits for another before it gives up; None to wait for
         ever, for debuggers. How long a rank computes is not limited.
-    start_method : ``"forkserver"``, or ``"spawn"`` for libraries that do not survive any fork, such as CUDA
+    backend : the library whose arrays the ranks compute with, ``comm.xp`` there: ``"numpy"`` or ``"cupy"``; by
+        default what ``REFPAR_BACKEND`` says, else NumPy. Rank r gets GPU ``r % count``. It is not imported here.
+    start_method : ``"forkserver"``, or ``"spawn"`` for libraries that do not survive any fork, such as CUDA; by
+        default what the backend needs
 
     Attributes
     ----------
     pids : process numbers of the ranks; they are started if they do not run
+
+    Raises
+    ------
+    refpar.arrays.Unavailable
+        The backend is not installed, or this is one of several MPI ranks; where there is no GPU, the first
+        ``run`` raises it.
     """
 
-    def __init__(self, ranks: int, *, timeout: float | None = 60.0, start_method: str = "forkserver") -> None:
+    def __init__(
+        self,
+        ranks: int,
+        *,
+        timeout: float | None = 60.0,
+        backend: str | None = None,
+        start_method: str | None = None,
+    ) -> None:
         if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
             raise ValueError(f"ranks is {ranks!r}; it must be an integer from 1 to {MOST_RANKS}")
         if timeout is not None and not timeout > 0:
@@ -67,6 +86,11 @@ class World:
             raise RuntimeError(
                 "a rank cannot start ranks of its own: make one World outside, and split its communicator"
             )
+        mpi.refuse_local_ranks()
+        self.backend = arrays.chosen_backend(backend)
+        start_method = start_method or ("forkserver" if self.backend == "numpy" else "spawn")
+        if self.backend != "numpy" and start_method != "spawn":
+            raise ValueError(f"start_method is {start_method!r}; ranks on {self.backend} must be spawned")
         self.ranks, self.timeout = ranks, timeout
         self._owner = os.getpid()
         self._context = multiprocess.get_context(start_method)
@@ -131,7 +155,7 @@ class World:
         if os.getpid() != self._owner:
             raise RuntimeError(f"this World belongs to process {self._owner}, not to {os.getpid()}; make one here")
         if self._pool is None:
-            self._pool = Pool(self._context, self._starter, self.ranks, self.timeout)
+            self._pool = Pool(self._context, self._starter, self.ranks, self.timeout, self.backend)
             self._finalizer = weakref.finalize(self, self._pool.kill)
         return self._pool
 
@@ -145,7 +169,7 @@ class World:
 class Pool:
     """The processes of a world, from their start to the first thing that goes wrong."""
 
-    def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None) -> None:
+    def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None, backend: str) -> None:
         self.owner, self.over = os.getpid(), False
         self.region = Region.create(ranks)
         self.processes: list[Any] = []
@@ -154,16 +178,16 @@ class Pool:
         self.sources: dict[int, tuple[int, bool]] = {}  # file descriptor: rank, whether it tells of its end
         try:
             for rank in range(ranks):
-                self._start(context, starter, rank, timeout)
+                self._start(context, starter, rank, timeout, backend)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, context: Any, starter: Executor | None, rank: int, timeout: float | None) -> None:
+    def _start(self, context: Any, starter: Executor | None, rank: int, timeout: float | None, backend: str) -> None:
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_rank_main,
-            args=(self.region, rank, theirs, timeout, dict(os.environ)),
+            args=(self.region, rank, theirs, timeout, dict(os.environ), backend),
             name=f"{PROCESS_NAME} {rank}",
             daemon=True,
         )
@@ -246,9 +270,11 @@ class Pool:
             what = f"exited with status {code}"
         return RankError(f"rank {rank} {what}\n{self._others(rank)}", rank)
 
-    def _error(self, rank: int, kind: str, value: tuple[str, str, int]) -> RankError:
+    def _error(self, rank: int, kind: str, value: tuple[str, str, int]) -> RuntimeError:
         """Return the error for a rank that has reported one."""
         summary, trace, culprit = value
+        if kind == "Unavailable":
+            return arrays.Unavailable(summary)
         errors = {"CollectiveMismatch": CollectiveMismatch, "CommTimeout": CommTimeout}
         return errors.get(kind, RankError)(f"{summary}\n{self._others(rank)}\n\nOn rank {rank}:\n{trace}", culprit)
 
@@ -321,11 +347,15 @@ def _unpickled(data: bytes | memoryview) -> Any:
 # In a rank
 
 
-def _rank_main(region: Region, rank: int, pipe: Any, timeout: float | None, environ: dict[str, str]) -> None:
+def _rank_main(
+    region: Region, rank: int, pipe: Any, timeout: float | None, environ: dict[str, str], backend: str
+) -> None:
     """Wait for calls and run them, until the pipe ends."""
     transport = Mailboxes(region, rank, timeout)
+    xp: ModuleType = np
     try:
         _settle(environ)
+        xp = arrays.use(backend, rank)
     except Exception as error:
         pipe.send_bytes(_failure(transport, error))
     while True:
@@ -333,7 +363,7 @@ def _rank_main(region: Region, rank: int, pipe: Any, timeout: float | None, envi
             data = pipe.recv_bytes()
         except (EOFError, ConnectionError):
             return
-        pipe.send_bytes(_run(transport, data))
+        pipe.send_bytes(_run(transport, data, xp))
 
 
 def _settle(environ: dict[str, str]) -> None:
@@ -359,17 +389,17 @@ def _settle(environ: dict[str, str]) -> None:
         raise FloatingPointError("a library in this process flushes subnormal numbers to zero")
 
 
-def _run(transport: Mailboxes, data: bytes) -> bytes:
+def _run(transport: Mailboxes, data: bytes, xp: ModuleType) -> bytes:
     """Run one call; return what became of it: kind of error or None, result, pieces sent less received."""
     number, call = int.from_bytes(data[:8], "little"), memoryview(data)[8:]
     sent, received = transport.sent, transport.received
     transport.begin(number)
     try:
         fn, args = _unpickled(call)
-        comm = Communicator(transport, tuple(range(transport.size)), "world", Ledger())
+        comm = Communicator(transport, tuple(range(transport.size)), "world", Ledger(), xp)
         result = fn(comm, *args)
         transport.finish()
-        value = _result(result)
+        value = _result(result, xp)
     except BaseException as error:
         return _failure(transport, error)
     finally:
@@ -383,8 +413,8 @@ def _failure(transport: Mailboxes, error: BaseException) -> bytes:
     if not isinstance(error, CommTimeout):  # which leaves it known whom this rank waited for
         transport.fail()
     kind, rank = type(error).__name__, transport.rank
-    if isinstance(error, RankError):
-        return pickle.dumps((kind, (str(error), _trace(error), error.rank), 0))
+    if isinstance(error, RankError | arrays.Unavailable):
+        return pickle.dumps((kind, (str(error), _trace(error), getattr(error, "rank", rank)), 0))
     text = str(error)
     first = text if len(text) <= 200 and "\n" not in text else text[:200].partition("\n")[0] + " ..."
     return pickle.dumps((kind, (f"rank {rank} raised {kind}: {first}", _trace(error), rank), 0))
@@ -394,10 +424,14 @@ def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
 
 
-def _result(result: Any) -> bytes:
-    """Return the result in bytes: by dill where pickle cannot."""
+def _result(result: Any, xp: ModuleType) -> bytes:
+    """Return the result in bytes, arrays of a device as NumPy's: by dill where pickle cannot."""
     try:
-        return pickle.dumps(result)
+        if xp is np:
+            return pickle.dumps(result)
+        data = io.BytesIO()
+        _Homeward(data, xp.ndarray).dump(result)
+        return data.getvalue()
     except Exception:
         import dill
 
@@ -405,3 +439,14 @@ def _result(result: Any) -> bytes:
             return bytes(dill.dumps(result, recurse=True))
         except Exception as error:
             raise TypeError(f"the result, {type(result).__name__}, cannot be sent to the caller: {error}") from error
+
+
+class _Homeward(pickle.Pickler):
+    """Pickles device arrays as host arrays: the caller has no device, and shall not import the library."""
+
+    def __init__(self, file: Any, kind: type) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._kind = kind
+
+    def reducer_override(self, x: Any) -> Any:
+        return arrays.to_host(x).__reduce_ex__(pickle.HIGHEST_PROTOCOL) if isinstance(x, self._kind) else NotImplemented
