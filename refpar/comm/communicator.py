@@ -55,6 +55,19 @@ class Transport(Protocol):
         """Note what this rank is in the middle of, for others to read; empty when it is over."""
 
 
+class Ranks(Protocol):
+    """Runs functions on ranks: a :class:`~refpar.comm.processes.World`, or the ranks that MPI has started."""
+
+    ranks: int
+
+    @property
+    def pids(self) -> list[int]:
+        """Process numbers, by rank."""
+
+    def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
+        """Call ``fn(comm, *args)`` on every rank and return the results, by rank."""
+
+
 class Communicator:
     """A group of ranks as one of them sees it.
 

@@ -30,7 +30,7 @@ from refpar import optim, precision
 from refpar.arrays import Array
 from refpar.case import Case, Layout, Outcome, State, Trace
 from refpar.comm import ring
-from refpar.comm.communicator import Communicator
+from refpar.comm.communicator import Communicator, Ranks
 from refpar.comm.processes import World
 from refpar.nn import checkpoint
 from refpar.nn import loss as losses
@@ -48,7 +48,7 @@ OnStep = Callable[[Communicator, RankStep], bool]
 SCHEDULES = {"1f1b": schedule.one_f_one_b, "gpipe": schedule.gpipe}
 
 
-def run(case: Case, layout: Layout, *, world: World | None = None, start: State | None = None) -> Trace:
+def run(case: Case, layout: Layout, *, world: Ranks | None = None, start: State | None = None) -> Trace:
     """Train ``case`` on ``layout.ranks`` processes and return the trace, put together from all of them.
 
     Parameters
@@ -59,11 +59,13 @@ def run(case: Case, layout: Layout, *, world: World | None = None, start: State 
     Raises
     ------
     ValueError
-        Where ``layout`` cannot run the model, or has not the ranks of ``world``: before anything starts.
+        Where ``layout`` cannot run the model, or ``start`` belongs to another case: before anything starts.
     refpar.RankError
         Where a rank fails; it says which, why, and what the others were doing.
     """
     check(layout, case.model.build())
+    if start is not None:
+        start.check(case)
     if world is None:
         with World(layout.ranks) as own:
             return run(case, layout, world=own, start=start)
@@ -76,7 +78,7 @@ def train(
     layout: Layout,
     start: State | None = None,
     *,
-    xp: ModuleType = np,
+    xp: ModuleType | None = None,
     on_step: OnStep | None = None,
     light: bool = False,
 ) -> RankTrace:
@@ -85,7 +87,7 @@ def train(
     Parameters
     ----------
     start : as for :func:`run`
-    xp : the array library
+    xp : the array library; by default that of the rank's backend
     on_step : called after each step; the run ends early where it returns True, which it must do on all ranks alike
     light : keep the numbers of each step, but arrays of the last one alone, and no gradients
     """
@@ -93,6 +95,7 @@ def train(
     mesh = Mesh.of(comm, layout, model)
     units, loss = build(mesh, model)
     begin = State.initial(case) if start is None else start
+    xp = xp or comm.xp
     store = make_store(mesh, units, case, begin, xp)
     state = make_state(mesh, store, begin, xp)
     scaler = precision.LossScaler(types.loss_scale, begin.scale, begin.good)
