@@ -2,13 +2,15 @@
 
 A :class:`Case` is a complete problem: whoever has it can compute the answer without asking anything
 more. A :class:`Layout` says how the work is spread over ranks and changes nothing in the answer. A
-:class:`Trace` is the answer, step by step, in the order in which one thing causes the next.
+:class:`Trace` is the answer, step by step, in the order in which one thing causes the next. A :class:`State` is what
+is carried from one step to the next: whoever has it can go on, in the same layout or in another.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import hashlib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -297,13 +299,15 @@ class State:
 
     Attributes
     ----------
-    case : what was run; its batches beyond ``step`` do not matter
-    step : batches taken: the position in the data, which dropout depends on too
+    identity : what case this belongs to, see :func:`identity`
+    data : digest of the batches taken
+    step : how many those are: the position in the data, which dropout depends on too
     t, scale, good : as in :class:`Step`
     parameters, state : as in :class:`Step`: whole, by name and global shape. Whoever goes on copies them first
     """
 
-    case: Case
+    identity: Mapping[str, str]
+    data: str
     step: int
     t: int
     scale: float
@@ -323,7 +327,7 @@ class State:
         if types.master != types.compute:
             state = {name: {**own, "master": masters[name]} for name, own in state.items()}
         weights = {name: to_compute(p, types) for name, p in masters.items()}
-        return cls(case, 0, 0, LossScaler(types.loss_scale).scale, 0, weights, state)
+        return cls(identity(case), digest(()), 0, 0, LossScaler(types.loss_scale).scale, 0, weights, state)
 
     @classmethod
     def after(cls, trace: Trace) -> State:
@@ -336,10 +340,38 @@ class State:
         """
         if not trace.steps:
             raise ValueError("the trace has no step: there is no state after it")
-        last = trace.steps[-1]
-        return cls(
-            trace.case, trace.begun + len(trace.steps), last.t, last.scale, last.good, last.parameters, last.state
-        )
+        last, step = trace.steps[-1], trace.begun + len(trace.steps)
+        data = digest(trace.case.batches[:step])
+        return cls(identity(trace.case), data, step, last.t, last.scale, last.good, last.parameters, last.state)
+
+    def check(self, case: Case) -> None:
+        """Refuse to go on with another case than the one this belongs to.
+
+        Raises
+        ------
+        ValueError
+            With the first thing that differs: an option, the data, or a parameter.
+        """
+        for key, value in identity(case).items():
+            if self.identity.get(key) != value:
+                raise ValueError(
+                    f"the state was saved with {key}={self.identity.get(key)}, and this run has {key}={value}"
+                )
+        if self.step > len(case.batches):
+            raise ValueError(f"the state is after step {self.step}, and this run has {len(case.batches)} steps in all")
+        if self.data != digest(case.batches[: self.step]):
+            raise ValueError(f"the state was saved after {self.step} batches of other data than this run has")
+        types, specs = case.precision, case.model.build().specs
+        kept = {*case.optimizer.state_names, *(["master"] if types.master != types.compute else [])}
+        wanted = {f"parameter {n}": (s.shape, types.compute) for n, s in specs.items()}
+        trained = [name for name in specs if name not in case.frozen_names]
+        wanted |= {f"{buffer} of {n}": (specs[n].shape, types.master) for n in trained for buffer in kept}
+        found = {f"parameter {n}": x for n, x in self.parameters.items()}
+        found |= {f"{buffer} of {n}": x for n, own in self.state.items() for buffer, x in own.items()}
+        for name in dict.fromkeys((*wanted, *found)):
+            got = (tuple(found[name].shape), found[name].dtype.name) if name in found else "missing"
+            if got != wanted.get(name):
+                raise ValueError(f"the state's {name} is {got}: it must be {wanted.get(name, 'absent')}")
 
     def master(self, name: str) -> HostArray:
         """Return what the optimizer updates: the weights themselves unless those are float16."""
@@ -348,6 +380,34 @@ class State:
     def buffers(self, name: str) -> dict[str, HostArray]:
         """Return what the optimizer keeps beside the weights."""
         return {buffer: x for buffer, x in self.state.get(name, {}).items() if buffer != "master"}
+
+
+def identity(case: Case) -> dict[str, str]:
+    """Return all options of a case but its batches, as text by name: ``model``, ``model.width``, ``optimizer.lr``."""
+    options: dict[str, str] = {}
+
+    def note(name: str, value: Any) -> None:
+        if dataclasses.is_dataclass(value):
+            options[name] = type(value).__name__
+            for f in dataclasses.fields(value):
+                note(f"{name}.{f.name}", getattr(value, f.name))
+        else:
+            options[name] = repr(value)
+
+    for f in dataclasses.fields(case):
+        if f.name != "batches":
+            note(f.name, getattr(case, f.name))
+    return options
+
+
+def digest(batches: Iterable[Batch]) -> str:
+    """Return a fingerprint of batches, the same for the same numbers in the same types."""
+    result = hashlib.blake2b(digest_size=16)
+    for batch in batches:
+        for x in (batch.inputs, batch.targets, batch.mask):
+            result.update(repr((x.shape, x.dtype.str)).encode())
+            result.update(np.ascontiguousarray(x).tobytes())
+    return result.hexdigest()
 
 
 def gradient_order(units: Sequence[tuple[str, Any]]) -> list[str]:

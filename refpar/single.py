@@ -65,6 +65,7 @@ def train(
     units = segments(model.units, recompute)
     types = case.precision
     begin = start if isinstance(start, State) else State.initial(case, start)
+    begin.check(case)
     initial = {name: xp.asarray(begin.master(name).copy()) for name in model.specs}
     weights = {name: precision.to_compute(p, types) for name, p in initial.items()}
     masters = {name: p for name, p in initial.items() if name not in case.frozen_names}
