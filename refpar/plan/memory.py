@@ -185,25 +185,25 @@ def states(net: Network, model: Model, setup: Setup, recipe: Recipe, place: Plac
             scales = round((math.prod(owned) if setup.zero else math.prod(shape)) * recipe.overhead)
             yield Line("optimizer", f"{pattern} (scales)", (scales,), "int8", copies, "as m and v", "always", ALWAYS)
     if N > 1 and not isinstance(model, Bare):  # of a bare number of parameters no unit is known
-        yield from buffers(units, setup, recipe, place)
+        yield from buffers(net, units, setup, recipe, place)
 
 
-def buffers(units: Sequence[Unit], setup: Setup, recipe: Recipe, place: Place) -> Iterator[Line]:
+def buffers(net: Network, units: Sequence[Unit], setup: Setup, recipe: Recipe, place: Place) -> Iterator[Line]:
     """Yield what is there only on its way from rank to rank."""
-    sizes = local_sizes(units, setup, place)
-    of_units = [sum(sizes[name] for name in unit.parameters) for unit in units]
+    sizes, groups = local_sizes(units, setup, place), handled(units, net, setup)
+    of_groups = [sum(sizes[name] for name in group) for group in groups]
     if setup.zero <= 1:
-        most = max((sum(sizes[name] for name in group) for group in gradient_buckets(units, sizes, setup)), default=0)
+        most = max((sum(sizes[name] for name in group) for group in gradient_buckets(groups, sizes, setup)), default=0)
         yield Line("buffers", "bucket of gradients", (most,), recipe.travels, 1, "whole", "while it is reduced",
                    ("backward",))  # fmt: skip
         return
-    most = max(of_units)
+    most = max(of_groups)
     if setup.accounting != "refpar":  # which waits until the unit is done, however large
-        most = max(largest_pending([sizes[n] for n in reversed(unit.parameters)], setup.bucket) for unit in units)
+        most = max(largest_pending([sizes[name] for name in reversed(group)], setup.bucket) for group in groups)
     yield Line("buffers", "gradients not yet with their owners", (most,), recipe.travels, 1, "whole",
                "backward pass of a unit", ("backward",))  # fmt: skip
     if setup.zero == 3:
-        most = max(sum(of_units[i : i + 1 + setup.prefetch]) for i in range(len(units)))
+        most = max(sum(of_groups[i : i + 1 + setup.prefetch]) for i in range(len(groups)))
         what = "weights of the unit at work" + (f" and of {setup.prefetch} ahead" if setup.prefetch else "")
         yield Line("buffers", what, (most,), recipe.weights, 1, "whole", "while the unit runs", ("forward", "backward"))
 
@@ -240,10 +240,22 @@ def local_sizes(units: Sequence[Unit], setup: Setup, place: Place) -> dict[str, 
     return sizes
 
 
-def gradient_buckets(units: Sequence[Unit], sizes: dict[str, int], setup: Setup) -> list[list[str]]:
+def handled(units: Sequence[Unit], net: Network, setup: Setup) -> list[dict[str, Tensor]]:
+    """Return the parameters that gather, and arrive, together: those of a unit; in refpar, of a segment."""
+    if setup.accounting != "refpar":
+        return [unit.parameters for unit in units]
+    return [
+        {name: tensor for unit in segment.units for name, tensor in unit.parameters.items()}
+        for segment in segments(units, net, setup)
+    ]
+
+
+def gradient_buckets(groups: Sequence[dict[str, Tensor]], sizes: dict[str, int], setup: Setup) -> list[list[str]]:
     """Return the names that are reduced together, in the order in which they become final."""
-    layers: Any = [(unit.name, Specs(unit.parameters)) for unit in units]
-    return data.bucketed(layers, sizes, setup.bucket)
+    layers: Any = [("", Specs(group)) for group in groups]
+    if setup.zero == 0:
+        return data.bucketed(layers, sizes, setup.bucket)
+    return data.buckets((name for names in data.final_names(layers) for name in names), sizes, setup.bucket)
 
 
 @dataclass(frozen=True)

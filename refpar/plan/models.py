@@ -469,8 +469,12 @@ def _loss(model: Transformer, accounting: Accounting) -> tuple[tuple[Tensor, ...
     logits = (*HIDDEN, model.vocabulary)
     sums = Tensor("loss.maximum", (*HIDDEN, 1), dtype="sum"), Tensor("loss.sums", (*HIDDEN, 2), dtype="sum")
     if accounting == "refpar":
-        kept = [Tensor("loss.probabilities", logits, 2, "sum"), Tensor("loss.targets", HIDDEN, None, "int64"),
-                Tensor("loss.mask", HIDDEN, None, "bool"), Tensor("loss.here", HIDDEN, None, "bool", parallel=True)]  # fmt: skip
+        kept = [
+            Tensor("loss.probabilities", logits, 2, "sum"),
+            Tensor("loss.targets", HIDDEN, None, "int64"),
+            Tensor("loss.mask", HIDDEN, None, "bool"),
+            Tensor("loss.here", HIDDEN, None, "bool", parallel=True),
+        ]
     else:
         kept = [Tensor("loss.logits", logits, 2, "float32")]
     if accounting == "eager":  # both are alive at once: 6 bytes a logit

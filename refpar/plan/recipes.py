@@ -6,8 +6,8 @@ of copies::
                           weights   gradients    master   moments    sum
     mixed-adam            fp16 2    fp16 2       fp32 4   fp32 8     16    ZeRO, figure 1
     bf16-fp32-grads       bf16 2    fp32 4       fp32 4   fp32 8     18    Megatron-LM; Korthikanti's figure 1
-    bf16-both-grads       bf16 2    bf16 2 + 4   fp32 4   fp32 8     20    DeepSpeed's ZeRO-2 estimator; Ultra-Scale playbook
-    bf16-no-master        bf16 2    bf16 2       -        fp32 8     12    10 where gradients are not counted (scaling-book)
+    bf16-both-grads       bf16 2    bf16 2 + 4   fp32 4   fp32 8     20    DeepSpeed's ZeRO-2; Ultra-Scale playbook
+    bf16-no-master        bf16 2    bf16 2       -        fp32 8     12    10 without gradients (scaling-book)
     pure-bf16             bf16 2    bf16 2       -        bf16 4     8
 
 DeepSpeed's documentation still gives ZeRO-2 as 4 + 16/N bytes; its code has counted 2 + 18/N since
@@ -115,5 +115,5 @@ RECIPES: Mapping[str, Recipe] = {
 def of(optimizer: SGD | Adam, types: Precision) -> Recipe:
     """Return the copies that refpar itself keeps for a case."""
     master = {} if types.master == types.compute else {"master": types.master}
-    states = {name: types.master for name in optimizer.state_names}
+    states = dict.fromkeys(optimizer.state_names, types.master)
     return Recipe("refpar", types.compute, {"gradients": types.gradients}, {**master, **states}, reduce=types.reduce)

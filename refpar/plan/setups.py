@@ -91,7 +91,8 @@ class Setup:
     def of(cls, layout: Layout, batch: int, tokens: int) -> Setup:
         """Return what refpar itself does for a batch of so many rows."""
         return cls(layout.dp, layout.tp, layout.pp, 1, layout.zero, batch, layout.micro_batches, layout.schedule,
-                   recompute=layout.recompute, stages=layout.stages, bucket=layout.bucket, accounting="refpar", tokens=tokens)  # fmt: skip
+                   recompute=layout.recompute, stages=layout.stages, bucket=layout.bucket,
+                   accounting="refpar", tokens=tokens)  # fmt: skip
 
     @property
     def ranks(self) -> int:
