@@ -10,22 +10,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from refpar.case import Batch, Case, Layout, Trace
+    from refpar.case import Batch, Case, Layout, State, Trace
     from refpar.comm import CollectiveMismatch, CommTimeout, RankError
     from refpar.comm.processes import World
     from refpar.oracle.compare import Comparison, compare
     from refpar.parallel.hybrid import run as train
+    from refpar.state import StateError, load, save
 
 __version__ = "0.1.0"
 
 # Names are imported when first used: `import refpar` alone costs next to nothing.
 _HOMES = {
-    "Batch": "case", "Case": "case", "Layout": "case", "Trace": "case",
+    "Batch": "case", "Case": "case", "Layout": "case", "State": "case", "Trace": "case",
+    "StateError": "state", "load": "state", "save": "state",
     "RankError": "comm", "CollectiveMismatch": "comm", "CommTimeout": "comm", "World": "comm.processes",
     "Comparison": "oracle.compare", "compare": "oracle.compare", "train": "parallel.hybrid:run",
 }  # fmt: skip
-__all__ = ["Batch", "Case", "CollectiveMismatch", "CommTimeout", "Comparison", "Layout", "RankError", "Trace", "World",
-           "compare", "train"]  # fmt: skip
+__all__ = ["Batch", "Case", "CollectiveMismatch", "CommTimeout", "Comparison", "Layout", "RankError", "State", "StateError",
+           "Trace", "World", "compare", "load", "save", "train"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,142 @@
+"""Save where a run has got to, and load it again: whole arrays by name, whatever the layout was or will be.
+
+The file is a safetensors file: no code is in it, and nothing is unpickled. It holds::
+
+    parameter/NAME         the weights, whole, in the type they are computed with
+    state/NAME/BUFFER      what the optimizer keeps, whole, and "master" where the weights are float16
+    metadata               step, t, scale and growth counter; the options of the case, and a digest of the batches
+                           taken, by which a run that does not belong to it is refused; a checksum of all of it
+
+A shard of one layout is of no use in another: a moment saved with a rank's offset is loaded at another rank's
+(DeepSpeed#5105), and state that belongs to nobody's shard gets lost (AReaL#1468). So there are none in the file; a rank
+cuts what it needs out of the whole (:mod:`refpar.parallel.placement`). Random numbers need no state: they are
+addressed by step and row (:mod:`refpar.rng`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from refpar.case import HostArray, State, Trace
+
+FORMAT, VERSION = "refpar state", 1
+
+
+class StateError(ValueError):
+    """A file that cannot be written or read, or is not what it should be; the text is one line."""
+
+
+def save(path: str | os.PathLike[str], state: State | Trace) -> None:
+    """Write a state, or the state after a run, to ``path``: whole, or not at all.
+
+    Raises
+    ------
+    StateError
+        Where it cannot be written. A file that was there is then still there, unchanged.
+    """
+    from safetensors.numpy import save as serialize
+
+    state = State.after(state) if isinstance(state, Trace) else state
+    arrays = {f"parameter/{name}": x for name, x in state.parameters.items()}
+    arrays |= {f"state/{name}/{buffer}": x for name, own in state.state.items() for buffer, x in own.items()}
+    arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
+    metadata = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "step": str(state.step),
+        "t": str(state.t),
+        "scale": state.scale.hex(),
+        "good": str(state.good),
+        "data": state.data,
+        "case": json.dumps(dict(state.identity)),
+    }
+    metadata["checksum"] = checksum(arrays, metadata)
+    write_whole(Path(path), serialize(arrays, metadata))
+
+
+def load(path: str | os.PathLike[str]) -> State:
+    """Read what :func:`save` wrote.
+
+    Whether it belongs to a case is for :meth:`refpar.case.State.check` to say; training with it asks.
+
+    Raises
+    ------
+    StateError
+        Where the file is missing, cut off, altered, or not one of these.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(os.fspath(path), framework="np") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("format") != FORMAT:
+                raise StateError(f"{path}: not a state that refpar saved")
+            if metadata.get("version") != str(VERSION):
+                found = metadata.get("version")
+                raise StateError(f"{path}: saved in format version {found}; this refpar reads version {VERSION}")
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
+    except OSError as error:
+        raise StateError(f"{path}: {error.strerror or error}") from None
+    except SafetensorError as error:
+        raise StateError(f"{path}: cut off, or no safetensors file at all ({error})") from None
+    if metadata.pop("checksum", "") != checksum(arrays, metadata):
+        raise StateError(f"{path}: altered since it was saved: its checksum is another")
+    parameters: dict[str, HostArray] = {}
+    buffers: dict[str, dict[str, HostArray]] = {}
+    for key, x in arrays.items():
+        kind, _, name = key.partition("/")
+        if kind == "parameter":
+            parameters[name] = x
+        else:
+            name, _, buffer = name.rpartition("/")
+            buffers.setdefault(name, {})[buffer] = x
+    return State(
+        identity=json.loads(metadata["case"]),
+        data=metadata["data"],
+        step=int(metadata["step"]),
+        t=int(metadata["t"]),
+        scale=float.fromhex(metadata["scale"]),
+        good=int(metadata["good"]),
+        parameters=parameters,
+        state=buffers,
+    )
+
+
+def checksum(arrays: Mapping[str, HostArray], metadata: Mapping[str, str]) -> str:
+    """Return a digest of all names, types, shapes and values."""
+    result = hashlib.blake2b(digest_size=16)
+    result.update(repr(sorted(metadata.items())).encode())
+    for name, x in sorted(arrays.items()):
+        result.update(repr((name, x.dtype.name, x.shape)).encode())
+        result.update(x.tobytes())
+    return result.hexdigest()
+
+
+def write_whole(path: Path, blob: bytes) -> None:
+    """Write a file under another name beside its place, down to the disk, and only then give it its name.
+
+    Raises
+    ------
+    StateError
+        Where that fails; nothing of it is left behind.
+    """
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(descriptor, "wb") as file:
+            file.write(blob)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except OSError as error:
+        raise StateError(f"{path}: {error.strerror or error}") from None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
