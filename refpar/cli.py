@@ -7,12 +7,13 @@ failed; 130 on Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -39,17 +40,36 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``refpar`` with ``argv`` and return its exit status."""
     try:
         options = parser().parse_args(argv)
-        return int(options.verb(options))
+        return on_mpi(options) if getattr(options, "transport", None) == "mpi" else int(options.verb(options))
     except BadInput as error:
         return complain(error, BAD_INPUT)
     except KeyboardInterrupt:
         return complain("interrupted", INTERRUPTED)
     except Exception as error:
+        from refpar.arrays import Unavailable
         from refpar.comm import RankError
 
+        if isinstance(error, Unavailable):
+            return complain(error, BAD_INPUT)
         if not isinstance(error, RankError):
             raise
         return complain(error, FAILED)
+
+
+def on_mpi(options: argparse.Namespace) -> int:
+    """Run the verb on every rank that MPI has started."""
+    from refpar.arrays import Unavailable
+    from refpar.comm import mpi
+
+    mpi.library()
+
+    def verb() -> int:
+        try:
+            return int(options.verb(options))
+        except (BadInput, Unavailable) as error:
+            mpi.refuse(BAD_INPUT, error)
+
+    return mpi.everywhere(verb)
 
 
 def complain(error: object, status: int) -> int:
@@ -74,8 +94,44 @@ def parser() -> Parser:
     p.add_argument("--steps", metavar="N", type=positive, default=4, help="optimizer steps (default: 4)")
     p.add_argument("--seed", metavar="S", type=natural, default=0, help="of initial values, dropout and batches")
     p.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
+    where(p)
     p.set_defaults(verb=verify)
     return top
+
+
+def where(p: Parser) -> None:
+    """Add the options that say where ranks run, and on what."""
+    p.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="array library of the ranks: numpy or cupy (default: $REFPAR_BACKEND, or numpy)",
+    )
+    p.add_argument(
+        "--transport",
+        choices=("processes", "mpi"),
+        default="processes",
+        help="start processes on this machine, or use the ranks that mpiexec or srun has started (default: processes)",
+    )
+
+
+def ranks_for(options: argparse.Namespace, asked: int | None) -> tuple[Callable[[int], Any], int | None]:
+    """Return what opens a world of so many ranks, and how many there are at most, None for any number.
+
+    ``asked`` is how many the run needs, where that is known.
+    """
+    from refpar import arrays
+    from refpar.comm import mpi
+
+    try:
+        backend = arrays.chosen_backend(options.backend)
+    except ValueError as error:
+        raise BadInput(error) from None
+    if options.transport == "mpi":
+        return functools.partial(mpi.MpiWorld, backend=backend), mpi.size(asked)
+    mpi.refuse_local_ranks()
+    from refpar.comm.processes import World
+
+    return functools.partial(World, backend=backend), None
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -83,7 +139,8 @@ def verify(options: argparse.Namespace) -> int:
     from refpar.oracle import verify as oracle
 
     text = oracle.package_text() if options.data is None else read(options.data)
-    problem = oracle.Problem(text, options.steps, options.seed, options.ranks)
+    opened, most = ranks_for(options, max(options.ranks) if options.ranks else None)
+    problem = oracle.Problem(text, options.steps, options.seed, options.ranks, opened, most)
     try:
         problem.case  # noqa: B018  (cuts the batches, or says why it cannot)
     except ValueError as error:
@@ -190,6 +247,11 @@ def read(path: Path) -> bytes:
 
 def write(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
+    if "mpi4py" in sys.modules:
+        from refpar.comm import mpi
+
+        if not mpi.speaks():
+            return
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(text)

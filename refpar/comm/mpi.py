@@ -23,13 +23,13 @@ A rank that raises ends all ranks with its traceback, as MPI programs do; so doe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
@@ -54,6 +54,7 @@ YIELDS = 30
 NAP, LONGEST_NAP = 2e-5, 1e-3  # seconds
 
 FAILED, INTERRUPTED = 3, 130
+FIRST_WORD = 0.5  # seconds
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
@@ -277,7 +278,28 @@ def refuse_local_ranks() -> None:
         raise Unavailable(f"this is one of {started} MPI ranks, which start no ranks of their own: use --transport mpi")
 
 
-@contextmanager
+def speaks() -> bool:
+    """Return whether this process prints and writes files: all do, but of MPI's ranks only the first."""
+    return "mpi4py.MPI" not in sys.modules or library().COMM_WORLD.rank == 0
+
+
+def everywhere(verb: Callable[[], int]) -> int:
+    """Run a verb on every rank, all but the first in silence, and return the exit status of this process.
+
+    The verb comes to the same status everywhere; one process reports it. A rank in which it raises ends all.
+    """
+    with ending_all(), contextlib.ExitStack() as stack:
+        if not speaks():
+            nowhere = stack.enter_context(open(os.devnull, "w"))
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        status = verb()
+    status = status if speaks() else 0
+    library().Finalize()  # waits for the others, and keeps `python -m mpi4py` from aborting them for this status
+    return status
+
+
+@contextlib.contextmanager
 def ending_all() -> Iterator[None]:
     """End every rank of the run where an exception leaves the block, after its traceback has been written."""
     try:
@@ -289,6 +311,17 @@ def ending_all() -> Iterator[None]:
         abort(FAILED, f"refpar: {what}\n\nOn rank {rank}:\n{trace}")
     except KeyboardInterrupt:
         abort(INTERRUPTED, "")
+
+
+def refuse(status: int, error: Exception) -> NoReturn:
+    """End every rank for something that the user can mend, with one line.
+
+    What is wrong on every rank is said once: the first rank has the first word, which is also the last.
+    """
+    rank = library().COMM_WORLD.rank
+    if rank > 0:
+        time.sleep(FIRST_WORD)
+    abort(status, f"refpar: {error}\n" if rank == 0 else f"refpar: on rank {rank}: {error}\n")
 
 
 def abort(status: int, text: str) -> NoReturn:

@@ -11,6 +11,7 @@ import contextlib
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +21,10 @@ import numpy as np
 
 import refpar
 from refpar import single, split
+from refpar.arrays import to_host
 from refpar.case import Case, Layout, Trace, text_batches
 from refpar.comm import ring
-from refpar.comm.communicator import Communicator
+from refpar.comm.communicator import Communicator, Ranks
 from refpar.comm.processes import World
 from refpar.nn.models import GPT
 from refpar.optim import AdamW
@@ -79,13 +81,17 @@ class Problem:
     Attributes
     ----------
     ranks : numbers of ranks to run on, None for each technique's own choice
+    opened : starts a number of ranks, or finds them
+    most : how many ranks there are at most, None where they are started as needed
     """
 
     text: bytes
     steps: int = 4
     seed: int = 0
     ranks: Sequence[int] | None = None
-    worlds: dict[int, World] = field(default_factory=dict)
+    opened: Callable[[int], AbstractContextManager[Ranks]] = World
+    most: int | None = None
+    worlds: dict[int, Ranks] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @cached_property
@@ -105,16 +111,22 @@ class Problem:
         """What the single device itself shows in other orders."""
         return bounds.spread(self.truth)
 
-    def world(self, ranks: int) -> World:
-        """Return a standing pool of ``ranks`` processes."""
+    def world(self, ranks: int) -> Ranks:
+        """Return a standing pool of ``ranks`` ranks."""
         if ranks not in self.worlds:
-            self.worlds[ranks] = self.stack.enter_context(World(ranks))
+            self.worlds[ranks] = self.stack.enter_context(self.opened(ranks))
         return self.worlds[ranks]
+
+    def counts(self, usual: Sequence[int]) -> Sequence[int]:
+        """Return the numbers of ranks to run a technique on: those asked for, or the usual ones as far as there are."""
+        if self.ranks is not None or self.most is None:
+            return self.ranks or usual
+        return sorted({min(ranks, self.most) for ranks in usual})
 
 
 def ring_rows(problem: Problem) -> Iterator[Row]:
     """All-reduce of 240,000 integers in float32: exact, and 2(N-1)/N of them sent by each rank."""
-    for ranks in problem.ranks or RING_RANKS:
+    for ranks in problem.counts(RING_RANKS):
         world = problem.world(ranks)
         start = time.perf_counter()
         results, sent = zip(*world.run(all_reduce_once, problem.seed), strict=True)
@@ -150,7 +162,7 @@ def ring_rows(problem: Problem) -> Iterator[Row]:
 def all_reduce_once(comm: Communicator, seed: int) -> tuple[Any, int]:
     """Return the sum over ranks of their inputs, and the bytes sent for it."""
     before = comm.ledger.bytes_sent
-    result = ring.all_reduce(comm, ring_input(comm.rank, seed))
+    result = to_host(ring.all_reduce(comm, comm.xp.asarray(ring_input(comm.rank, seed))))
     return result, comm.ledger.bytes_sent - before
 
 
@@ -161,7 +173,7 @@ def ring_input(rank: int, seed: int) -> Any:
 
 def dp_rows(problem: Problem) -> Iterator[Row]:
     """Data parallel on the case."""
-    for ranks in problem.ranks or RANKS:
+    for ranks in problem.counts(RANKS):
         yield hybrid_row(problem, "dp", Layout(dp=ranks, micro_batches=2))
 
 
