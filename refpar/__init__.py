@@ -26,8 +26,8 @@ _HOMES = {
     "RankError": "comm", "CollectiveMismatch": "comm", "CommTimeout": "comm", "World": "comm.processes",
     "Comparison": "oracle.compare", "compare": "oracle.compare", "train": "parallel.hybrid:run",
 }  # fmt: skip
-__all__ = ["Batch", "Case", "CollectiveMismatch", "CommTimeout", "Comparison", "Layout", "RankError", "State", "StateError",
-           "Trace", "World", "compare", "load", "save", "train"]  # fmt: skip
+__all__ = ["Batch", "Case", "CollectiveMismatch", "CommTimeout", "Comparison", "Layout", "RankError", "State",
+           "StateError", "Trace", "World", "compare", "load", "save", "train"]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

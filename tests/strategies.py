@@ -6,6 +6,10 @@ layout; the numbers in them come from a drawn seed, and no two are alike.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -58,13 +62,13 @@ def optimizers(draw: st.DrawFn) -> SGD | Adam | AdamW:
     )
 
 
-def batch(model: GPT | MLP, rows: int, share: float, seed: int, step: int) -> Batch:
+def batch(model: Any, rows: int, share: float, seed: int, step: int) -> Batch:
     """Return rows of distinct numbers, of which about ``share`` of the targets count.
 
     Masked targets hold -100, as is the custom, and must not be looked at.
     """
     key = (seed, "batch", step)
-    if isinstance(model, MLP):
+    if hasattr(model, "widths"):
         mask = rng.uniform((*key, "mask"), (rows,)) < share
         inputs, targets = (
             rng.uniform((*key, name), (rows, width)) * 4 - 2
@@ -96,7 +100,7 @@ def cases(
         model,
         draw(optimizers()),
         batches,
-        precision=draw(precisions) if precisions else Precision(),
+        precision=draw(precisions) if precisions is not None else Precision(),
         clip=draw(st.sampled_from([None, 0.05, 1e6])),
         divide=draw(st.sampled_from(["before", "after"])),
         seed=seed,
@@ -138,3 +142,46 @@ def data_parallel(draw: st.DrawFn) -> Layout:
     return Layout(
         dp=draw(few_ranks), micro_batches=draw(st.integers(1, 4)), bucket=draw(st.sampled_from([1, 7, 64, 1 << 18]))
     )
+
+
+# Splitting the model: any layout that can run a case
+
+
+MOST_RANKS = 12
+
+
+@st.composite
+def layouts(
+    draw: st.DrawFn, case: Case, *, most: int = MOST_RANKS, tp: int | None = None, pp: int | None = None
+) -> Layout:
+    """Every technique at once, on up to ``most`` ranks; ``tp`` and ``pp`` may be given."""
+    model = case.model
+    units = len(model.build().units)
+    slices = min(model.heads, model.vocabulary) if isinstance(model, GPT) else 4
+    tp = draw(st.integers(1, min(slices, most))) if tp is None else tp
+    pp = draw(st.integers(1, min(units, most // tp))) if pp is None else pp
+    cuts = sorted(draw(st.sets(st.integers(1, units - 1), min_size=pp - 1, max_size=pp - 1))) if units > 1 else []
+    by_hand = tuple(b - a for a, b in itertools.pairwise([0, *cuts, units]))
+    return Layout(
+        dp=draw(st.integers(1, most // tp // pp)),
+        tp=tp,
+        pp=pp,
+        zero=draw(st.integers(0, 3)),
+        micro_batches=draw(st.integers(1, 5)),
+        schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
+        recompute=draw(st.sampled_from(["none", "block", "sqrt", "2"])),
+        bucket=draw(st.sampled_from([1, 7, 64, 1 << 18])),
+        stages=draw(st.sampled_from([(), by_hand])),
+    )
+
+
+@st.composite
+def splits(draw: st.DrawFn, cases: st.SearchStrategy[Case] | None = None, **given: int | None) -> tuple[Case, Layout]:
+    """A case, some of it frozen at times, and a layout that can run it."""
+    case = draw(cases if cases is not None else three_blocks)
+    name = draw(st.sampled_from(list(case.model.build().specs)))
+    case = dataclasses.replace(case, frozen=draw(st.sampled_from([(), (), (name,)])))
+    return case, draw(layouts(case, **given))
+
+
+three_blocks = cases(models=gpts(max_layers=3) | mlps())
