@@ -90,7 +90,7 @@ def cases(
     precisions: st.SearchStrategy[Precision] | None = None,
 ) -> Case:
     """Whole problems. Rows may be fewer than ranks or none at all, and a step may have no token that counts."""
-    model = draw(models or gpts() | mlps())
+    model = draw(models if models is not None else gpts() | mlps())
     seed = draw(seeds)
     batches = tuple(
         batch(model, draw(st.integers(0, 7)), draw(st.sampled_from([0.0, 0.4, 1.0])), seed, step)
