@@ -1,29 +1,58 @@
 """How far an honest result may be from the truth.
 
-The truth is computed on one device in one order. An implementation that adds the same numbers in
-another order rounds differently and is no less right. How much that can matter is not guessed: the
-single device itself is run in other orders, and what *it* shows is what others are allowed.
+The truth is computed on one device in one order. An implementation that adds the same numbers in another order, by
+other kernels, rounds differently and is no less right. How much that can matter is never guessed; there are four
+grounds on which to know it, from the sharpest to the widest:
+
+===========  ====================================================  =====================================
+tier         what is allowed                                       for
+===========  ====================================================  =====================================
+exact        nothing: no operation rounds, in any order            networks of small integers and ReLU,
+             (proved by a pass over magnitudes)                    powers of two
+reduction    (W-1) u sum|x|: W terms, in any order                 the collective alone
+running      an error carried beside the values, worst case        narrow MLPs with ReLU, SGD
+statistical  what the reference itself does when every result      transformers, Adam
+             is shaken by its rounding, times a Student quantile
+===========  ====================================================  =====================================
+
+u is the unit roundoff of the type the *candidate* computes in: 2^-24 for float32. See ``running.py`` for the first and
+third, ``stochastic.py`` for the last. :func:`spread` is a fifth, for traces of refpar itself in float64: the single
+device in other orders, and shaken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from refpar import rng, single
-from refpar.case import Case, Step, Trace
+from refpar.case import Case, HostArray, Layout, State, Step, Trace
+from refpar.nn.models import initial_value
+from refpar.oracle import parts, running
+from refpar.oracle.stochastic import UNIT, Library
+from refpar.precision import Precision
 
-Bounds = list[dict[str, float]]
-"""By step: largest absolute error allowed, by the names of :meth:`refpar.case.Step.items`."""
+Bounds = list[dict[str, Any]]
+"""By step: largest absolute error allowed, a number or an array, by the names of :meth:`refpar.case.Step.items`."""
 
 RUNS = 8
 FACTOR = 8
 
+SHAKEN_RUNS = 16
+QUANTILE = 16.0
+"""|Student's t| with 16 degrees of freedom exceeds it with probability 3e-11: once in 30 billion honest numbers."""
 
-def spread(reference: Trace) -> Bounds:
-    """Return ``FACTOR`` times the largest deviation that the single device shows over ``RUNS`` row orders and splits.
+
+def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
+    """Return ``FACTOR`` times the largest deviation that the single device shows in ``RUNS`` other runs.
+
+    Each has its rows in another order and split. ``shaken``, every result is off by its rounding, too
+    (``stochastic.py``): tensor parallelism adds up *inside* a product in another order, which no order of rows
+    brings about.
 
     The floor, for tensors that happen not to move, is 4u·max|t|: u is the unit roundoff, and the result of
     a handful of operations cannot be expected to keep the last bit of its largest entry.
@@ -31,8 +60,9 @@ def spread(reference: Trace) -> Bounds:
     A NaN or infinite deviation bounds nothing: there, exact equality of the pattern is asked for.
     """
     case = reference.case
-    runs = [single.train(case, split=shuffled(case, run)) for run in range(RUNS)]
-    unit = 2.0 ** {"float16": -11, "float32": -24, "float64": -53}[case.precision.compute]
+    libraries: list[Any] = [Library(run) if shaken else np for run in range(RUNS)]
+    runs = [single.train(case, split=shuffled(case, run), xp=xp) for run, xp in enumerate(libraries)]
+    unit = unit_of(case.precision.compute)
     bounds: Bounds = []
     for number, truth in enumerate(reference.steps):
         others = [dict(run.steps[number].items()) for run in runs]
@@ -72,3 +102,176 @@ def largest(x: Any) -> float:
     """Return the largest finite magnitude in ``x``, 0 where there is none."""
     a = np.abs(np.asarray(x, np.float64))
     return float(np.max(a, where=np.isfinite(a), initial=0.0))
+
+
+# --------------------------------------------------------------------------------- for other people's implementations
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What an honest implementation may be off by.
+
+    Attributes
+    ----------
+    tier : the ground, see the module's docstring
+    steps : by step, largest absolute error, element by element, by name; what is not named is exact
+    """
+
+    tier: str
+    steps: list[dict[str, HostArray]]
+
+
+def unit_of(dtype: str) -> float:
+    """Return the unit roundoff of a type: half the distance from 1 to the next number."""
+    return UNIT[np.dtype(dtype)]
+
+
+def truth(case: Case) -> Trace:
+    """Return the trace of ``case`` in float64, from the initial values that its own type rounds to.
+
+    An exact case in float16 is run in float16: the numbers are the same, but for an overflow, which float64 has not.
+    """
+    types = case.precision
+    if types.compute == "float16":
+        with np.errstate(over="ignore", invalid="ignore"):
+            return single.train(case)
+    wide = replace(case, precision=Precision(loss_scale=types.loss_scale))
+    specs = case.model.build().specs
+    start = {name: initial_value(case.seed, name, spec, types.master) for name, spec in specs.items()}
+    return single.train(wide, start={name: x.astype(np.float64) for name, x in start.items()})
+
+
+def everything(case: Case, layout: Layout, trace: Trace, asarray: Callable[[HostArray], Any] = np.asarray) -> list[Any]:
+    """Return by step all values of a trace of one device and the pieces of ``layout``, by name, in causal order."""
+    begin = State.initial(trace.case) if trace.steps else None
+    result = []
+    for number, step in enumerate(trace.steps):
+        assert begin is not None
+        start = {n: initial_value(case.seed, n, p, case.precision.master) for n, p in case.model.build().specs.items()}
+        start = {name: x.astype(trace.case.precision.compute) for name, x in start.items()}
+        weights, scale = parts.before(trace.steps, number, start, begin.scale)
+        with np.errstate(over="ignore", invalid="ignore"):  # a step that overflows is among the cases
+            pieces = parts.parts(trace.case, layout, number, weights, scale, asarray)
+        items = dict(step.items())
+        if step.outcome == "overflow":  # which of its numbers are infinite depends on the order of additions
+            pieces = {name: x for name, x in pieces.items() if "gradient" not in name}
+            items = {name: x for name, x in items.items() if name != "norm" and not name.startswith("gradient/")}
+        result.append(parts.in_order(items, pieces))
+    return result
+
+
+def allowed(case: Case, layout: Layout, true: Sequence[Mapping[str, Any]] | None = None) -> Allowed:
+    """Return what an honest implementation of ``case``, in its type and in any layout, may be off by.
+
+    Parameters
+    ----------
+    layout : whose pieces are bounded too, see :mod:`refpar.oracle.parts`
+    true : the values, from :func:`everything`; computed where they are not given
+    """
+    true = everything(case, layout, truth(case)) if true is None else true
+    try:
+        steps = carried(case, layout, case.precision.compute, true)
+    except running.NotCarried as error:
+        if case.precision.compute == "float16":
+            raise ValueError(f"in float16 only exact networks have a bound, and this case has none: {error}") from None
+        return Allowed("statistical", statistical(case, layout, true))
+    if not any(e.any() for step in steps for name, e in step.items() if name != "norm"):
+        return Allowed("exact", steps)
+    # The truth was rounded as well, in float64, and by as much as a candidate in float64 may be.
+    double = carried(case, layout, "float64", true)
+    steps = [{name: e + own[name] for name, e in step.items()} for step, own in zip(steps, double, strict=True)]
+    return Allowed("running", steps)
+
+
+def carried(case: Case, layout: Layout, dtype: str, true: Sequence[Mapping[str, Any]]) -> Bounds:
+    """Return the running error bound of the values ``true`` of a case and of a layout, for a candidate in ``dtype``."""
+    net = running.Network.of(case, dtype)
+    ends = parts.boundaries(case.model.build(), layout)
+    units = [name for name, _ in case.model.build().units]
+    with np.errstate(over="ignore", invalid="ignore"):
+        steps = running.carry(case, dtype)
+        for step, batch in zip(steps, case.batches, strict=True):
+            for d, micro_batches in enumerate(parts.cut(layout, len(batch))):
+                whole = batch.take([row for rows in micro_batches for row in rows])
+                part = net.part(step.weights, whole, step.seed)
+                for name, g in part.gradients.items():
+                    share = running.divided(running.stored(g, net.kept), step.divisor, net.summed)
+                    step.errors[f"dp{d}/gradient/{name}"] = share.error
+                for m, rows in enumerate(micro_batches):
+                    part = net.part(step.weights, batch.take(rows), step.seed)
+                    step.errors[f"dp{d}/micro{m}/loss"] = part.loss.error
+                    for unit, y in zip(units, part.outputs, strict=True):
+                        if unit in ends:
+                            step.errors[f"dp{d}/micro{m}/activation/{unit}"] = y.error
+    return [
+        {name: np.asarray(e, np.float64) for name, e in step.errors.items() if name in values}
+        for step, values in zip(steps, true, strict=True)
+    ]
+
+
+def statistical(case: Case, layout: Layout, true: Sequence[Mapping[str, Any]]) -> Bounds:
+    """Return ``QUANTILE`` times the spread that roundings cause, element by element.
+
+    The spread is the root mean square, over ``SHAKEN_RUNS`` runs whose every result is shaken by its rounding, of the
+    distance from the truth. An element whose few samples happen to be small is given the median spread of its tensor,
+    and the floor is 4u of the value itself. Elements that no rounding moves (rows of an embedding that no token
+    uses) must be exact.
+    """
+    spread = Spread(true)
+    for run in range(SHAKEN_RUNS):
+        library: Any = Library(run)
+        shaken = single.train(case, xp=library)
+        spread.add(everything(case, layout, shaken, library.asarray))
+    return spread.bounds(unit_of(case.precision.compute))
+
+
+class Spread:
+    """Gathers how far runs are from the truth."""
+
+    def __init__(self, true: Sequence[Mapping[str, Any]]) -> None:
+        self.true, self.runs = true, 0
+        self.squares: list[dict[str, Any]] = [
+            {name: np.zeros(np.shape(x)) for name, x in step.items() if is_rounded(name, x)} for step in true
+        ]
+
+    def add(self, run: Sequence[Mapping[str, Any]]) -> None:
+        """Take in one run."""
+        self.runs += 1
+        for squares, values, true in zip(self.squares, run, self.true, strict=True):
+            for name in squares:
+                squares[name] += (np.asarray(values[name], np.float64) - np.asarray(true[name], np.float64)) ** 2
+
+    def bounds(self, unit: float) -> Bounds:
+        """Return what is allowed for a type of that unit roundoff."""
+        result = []
+        for squares, true in zip(self.squares, self.true, strict=True):
+            step = {}
+            for name, square in squares.items():
+                spread = np.sqrt(square / self.runs)
+                typical = np.median(spread) if spread.size else 0.0
+                step[name] = np.maximum(QUANTILE * np.maximum(spread, typical), 4 * unit * np.abs(true[name]))
+            result.append(step)
+        return result
+
+
+def is_rounded(name: str, value: Any) -> bool:
+    """Return whether a value is a rounded number: counts, flags and the scale are exact."""
+    return isinstance(value, np.ndarray) or name.rpartition("/")[2] in ("loss", "norm")
+
+
+def reduction(terms: Sequence[HostArray], dtype: str) -> tuple[HostArray, HostArray]:
+    """Return the exact sum of one array a rank, and what a reduction in ``dtype``, in any order, may be off by.
+
+    The bound is (W-1) u sum|x|, and nothing where the terms are multiples of a power of two and so small that no
+    partial sum rounds. The sum itself is rounded once, to float64.
+    """
+    stack = np.stack([np.asarray(x, np.float64) for x in terms])
+    flat = stack.reshape(len(terms), -1)
+    exact = np.array([math.fsum(column) for column in flat.T]).reshape(stack.shape[1:])
+    sizes: Any = np.abs(stack).sum(axis=0)
+    grain = running.grain_of(stack)
+    if grain is not None and (sizes < 2.0 ** (running.TYPES[dtype].digits + min(grain, 900))).all():
+        return exact, np.zeros(exact.shape)
+    unit = 2.0**-24 if dtype == "float16" else unit_of(dtype)
+    rounded_once = unit_of(dtype) * np.abs(exact) if dtype == "float16" else 0.0
+    return exact, (len(terms) - 1) * unit * sizes + rounded_once + 2.0**-53 * np.abs(exact)
