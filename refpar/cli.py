@@ -74,8 +74,17 @@ def on_mpi(options: argparse.Namespace) -> int:
 
 def complain(error: object, status: int) -> int:
     """Print the error and return the exit status that goes with it."""
-    print(f"refpar: {error}", file=sys.stderr)
+    if not (isinstance(error, BadInput) and one_of_several()):
+        print(f"refpar: {error}", file=sys.stderr)
     return status
+
+
+def one_of_several() -> bool:
+    """Return whether a launcher has started this program several times, and this is not the first: that one speaks."""
+    from refpar.comm import mpi
+
+    told = mpi.launched()
+    return told is not None and told.rank > 0
 
 
 def parser() -> Parser:
@@ -124,11 +133,11 @@ def ranks_for(options: argparse.Namespace, asked: int | None) -> tuple[Callable[
 
     try:
         backend = arrays.chosen_backend(options.backend)
-    except ValueError as error:
+        if options.transport == "mpi":
+            return functools.partial(mpi.MpiWorld, backend=backend), mpi.size(asked)
+        mpi.refuse_local_ranks()
+    except (ValueError, arrays.Unavailable) as error:
         raise BadInput(error) from None
-    if options.transport == "mpi":
-        return functools.partial(mpi.MpiWorld, backend=backend), mpi.size(asked)
-    mpi.refuse_local_ranks()
     from refpar.comm.processes import World
 
     return functools.partial(World, backend=backend), None

@@ -31,7 +31,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from types import ModuleType, TracebackType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -221,16 +221,20 @@ def library() -> ModuleType:
     return MPI  # type: ignore[no-any-return]
 
 
-def launched() -> tuple[int, int, str] | None:
-    """Return how many processes a launcher says it has started, which one this is, and the launcher's name.
+class Launched(NamedTuple):
+    """What a launcher says of the processes it has started."""
 
-    Read from the environment, without MPI; None where no launcher says that it has started more than one.
-    """
+    size: int
+    rank: int
+    launcher: str
+
+
+def launched() -> Launched | None:
+    """Return what the environment says, without MPI; None where nobody says to have started several processes."""
     for size, rank, name in LAUNCHERS:
-        count = os.environ.get(size, "")
+        count, number = os.environ.get(size, ""), os.environ.get(rank, "")
         if count.isdigit() and int(count) > 1:
-            number = os.environ.get(rank, "")
-            return int(count), int(number) if number.isdigit() else 0, name
+            return Launched(int(count), int(number) if number.isdigit() else 0, name)
     return None
 
 
@@ -251,8 +255,8 @@ def size(asked: int | None = None) -> int:
     told = launched()
     if found == 1 and told is not None:
         raise Unavailable(
-            f"{told[2]} has started {told[0]} processes, but mpi4py finds itself alone in each of them: it is linked "
-            f"to another MPI ({library().get_vendor()[0]}). Use the launcher of that one, or install mpi4py for this"
+            f"{told.launcher} has started {told.size} processes, but mpi4py finds itself alone in each of them: it is "
+            f"linked to another MPI, {library().get_vendor()[0]}. Use the launcher of that, or install mpi4py for this one"
         )
     if found == 1 and asked is None:
         raise Unavailable(
@@ -265,17 +269,17 @@ def size(asked: int | None = None) -> int:
 
 
 def refuse_local_ranks() -> None:
-    """Raise where this process is one of several that MPI has started: each would start ranks of its own.
-
-    A step of Slurm alone says nothing: one may well start a single program that has ranks in it there.
-    """
+    """Raise where this process is one of several that a launcher has started: each would start ranks of its own."""
     told = launched()
-    started = told[0] if told is not None and told[2] != "srun" else 1
+    started = told.size if told is not None else 1
     if "mpi4py.MPI" in sys.modules:
         MPI = library()
         started = max(started, MPI.COMM_WORLD.size if MPI.Is_initialized() and not MPI.Is_finalized() else 1)
     if started > 1:
-        raise Unavailable(f"this is one of {started} MPI ranks, which start no ranks of their own: use --transport mpi")
+        raise Unavailable(
+            f"{started} of this program have been started together, and each would start ranks of its own: "
+            "use --transport mpi, or start it once"
+        )
 
 
 def speaks() -> bool:
@@ -304,13 +308,13 @@ def ending_all() -> Iterator[None]:
     """End every rank of the run where an exception leaves the block, after its traceback has been written."""
     try:
         yield
-    except Exception as error:
+    except KeyboardInterrupt:
+        abort(INTERRUPTED, "")
+    except BaseException as error:  # sys.exit too
         rank = library().COMM_WORLD.rank
         what = str(error) if isinstance(error, RankError) else f"rank {rank} raised {type(error).__name__}: {error}"
         trace = "".join(traceback.format_exception(error))
         abort(FAILED, f"refpar: {what}\n\nOn rank {rank}:\n{trace}")
-    except KeyboardInterrupt:
-        abort(INTERRUPTED, "")
 
 
 def refuse(status: int, error: Exception) -> NoReturn:
@@ -331,4 +335,4 @@ def abort(status: int, text: str) -> NoReturn:
     if text:
         os.write(2, text.encode())
     library().COMM_WORLD.Abort(status)
-    raise AssertionError("MPI_Abort has returned")
+    os._exit(status)  # MPICH's returns once it has asked the launcher to end all
