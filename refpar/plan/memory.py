@@ -42,7 +42,7 @@ from refpar.nn.checkpoint import segment_length
 from refpar.parallel import data
 from refpar.plan.models import Bare, Grid, Model, Network, Tensor, Unit
 from refpar.plan.recipes import Recipe
-from refpar.plan.setups import Place, Setup, check, network_of, tokens_of, units_of
+from refpar.plan.setups import Place, Setup, check, distinct, network_of, tokens_of, units_of
 from refpar.plan.units import size
 
 PARTS = ("weights", "gradients", "optimizer", "buffers", "activations")
@@ -132,7 +132,10 @@ class RankMemory:
 
 def most_loaded(model: Model, setup: Setup, recipe: Recipe) -> RankMemory:
     """Return the rank that needs the most memory: the first one of the stage that does."""
-    return max(by_stage(model, setup, recipe), key=lambda rank: rank.peak)
+    check(model, setup)
+    kinds = distinct(network_of(model, setup), setup)
+    ranks = (of_rank(model, setup, recipe, setup.rank(Place(p, 0, 0))) for p in kinds)
+    return max(ranks, key=lambda rank: rank.peak)
 
 
 def by_stage(model: Model, setup: Setup, recipe: Recipe) -> list[RankMemory]:
@@ -184,7 +187,8 @@ def states(net: Network, model: Model, setup: Setup, recipe: Recipe, place: Plac
         if recipe.overhead:
             scales = round((math.prod(owned) if setup.zero else math.prod(shape)) * recipe.overhead)
             yield Line("optimizer", f"{pattern} (scales)", (scales,), "int8", copies, "as m and v", "always", ALWAYS)
-    if N > 1 and not isinstance(model, Bare):  # of a bare number of parameters no unit is known
+    travels = N > 1 or (setup.accounting == "refpar" and setup.zero == 3)
+    if travels and not isinstance(model, Bare):  # of a bare number of parameters no unit is known
         yield from buffers(net, units, setup, recipe, place)
 
 

@@ -181,6 +181,22 @@ def stages(units: int, setup: Setup) -> tuple[range, ...]:
     return schedules.stages_of(units, counts)
 
 
+def distinct(net: Network, setup: Setup) -> dict[int, int]:
+    """Return the first stage of each kind, with how many are like it: 10^5 devices have few kinds.
+
+    Stages of one kind hold the same units. They have ever fewer micro-batches in flight, so the first needs most.
+    """
+    first: dict[tuple[tuple[str, int], ...], int] = {}
+    found: dict[int, int] = {}
+    for p, numbers in enumerate(stages(len(net.units), setup)):
+        kinds: dict[str, int] = {}
+        for unit in net.units[numbers.start : numbers.stop]:
+            kinds[unit.kind.name] = kinds.get(unit.kind.name, 0) + 1
+        like = first.setdefault(tuple(sorted(kinds.items())), p)
+        found[like] = found.get(like, 0) + 1
+    return found
+
+
 def network_of(model: Model, setup: Setup) -> Network:
     """Return the units of a model as this setup runs it."""
     return network(model, setup.accounting, setup.flash)
