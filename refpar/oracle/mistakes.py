@@ -40,6 +40,7 @@ class Mistake:
     target : what it replaces, as ``module:attribute``
     wrong : takes the right function first, then its arguments
     bugs : where it was made: repository and issue or commit
+    section : the part of the catalogue it stands in
     layout : the smallest layout in which it shows
     seen : what it is seen by first: a name of :meth:`refpar.case.Step.items` or its part before the ``/``;
         ``"replicas"`` where ranks that should hold equal weights do not, ``"agreement"`` where they report
@@ -51,6 +52,7 @@ class Mistake:
     target: str
     wrong: Callable[..., Any]
     bugs: tuple[str, ...]
+    section: str
     layout: Layout
     seen: str
     clip: float
@@ -62,6 +64,8 @@ class Mistake:
 
 
 CATALOGUE: dict[str, Mistake] = {}
+SECTIONS: list[str] = []
+"""Titles of the parts of the catalogue, in order."""
 Wrong = Callable[..., Any]
 
 
@@ -70,10 +74,15 @@ def mistake(target: str, *bugs: str, layout: str, seen: str, clip: float = 0.05)
 
     def enter(wrong: Wrong) -> Wrong:
         name = wrong.__name__
-        CATALOGUE[name] = Mistake(name, target, wrong, bugs, Layout.parse(layout), seen, clip)
+        CATALOGUE[name] = Mistake(name, target, wrong, bugs, SECTIONS[-1], Layout.parse(layout), seen, clip)
         return wrong
 
     return enter
+
+
+def section(title: str) -> None:
+    """Begin a part of the catalogue."""
+    SECTIONS.append(title)
 
 
 @contextlib.contextmanager
@@ -133,7 +142,7 @@ def train(comm: Communicator, name: str, case: Case, layout: Layout) -> hybrid.R
         return hybrid.train(comm, case, layout)
 
 
-# ------------------------------------------------------------------ averaging and counting
+section("averaging and counting")
 
 
 @mistake("refpar.nn.loss:token_count", "meta-pytorch/torchtune#1875", layout="dp=1", seen="count")
@@ -227,7 +236,7 @@ def dropout_by_local_row(right: Wrong, self: Any, params: Any, x: Array, at: Any
     return right(self, params, x, dataclasses.replace(at, rows=tuple(range(len(at.rows)))))
 
 
-# ------------------------------------------------------------------ collectives
+section("collectives")
 
 
 @mistake("refpar.comm.ring:all_reduce", "ROCm/rocm-systems#7711", layout="dp=3", seen="agreement")
@@ -272,7 +281,7 @@ def reduced_in_order_of_arrival(right: Wrong, self: Any, names: Sequence[str]) -
         right(self, second)
 
 
-# ------------------------------------------------------------------ norm and clipping
+section("norm and clipping")
 
 
 @mistake("refpar.parallel.hybrid:agree", "microsoft/DeepSpeed#5411", layout="dp=3", seen="norm")
