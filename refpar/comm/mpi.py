@@ -82,15 +82,15 @@ class MpiWorld:
     def __init__(self, ranks: int | None = None, *, timeout: float | None = 60.0, backend: str | None = None) -> None:
         import threadpoolctl
 
-        found = size()
-        self.ranks = found if ranks is None else ranks
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or not 1 <= self.ranks <= found:
-            raise Unavailable(f"ranks is {ranks!r}; MPI has started {found}: mpiexec -n says how many")
+        most = size(None) if ranks is None else found()
+        self.ranks = most if ranks is None else ranks
+        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or not 1 <= self.ranks <= most:
+            raise Unavailable(f"ranks is {ranks!r}; it must be a number from 1 to the {most} that MPI has started")
         threadpoolctl.threadpool_limits(1)
         MPI = library()
         self.xp = arrays.use(arrays.chosen_backend(backend), MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank)
         self._transport = Messages(MPI.COMM_WORLD.Dup(), timeout)
-        self._everyone = Communicator(self._transport, tuple(range(found)), "mpi", Ledger())
+        self._everyone = Communicator(self._transport, tuple(range(most)), "mpi", Ledger())
         self._runs = 0
         self.pids: list[int] = ring.all_gather(self._everyone, np.array(os.getpid())).tolist()[: self.ranks]
 
@@ -238,34 +238,41 @@ def launched() -> Launched | None:
     return None
 
 
-def size(asked: int | None = None) -> int:
+def found() -> int:
     """Return the number of ranks that MPI has started.
-
-    Parameters
-    ----------
-    asked : how many there must be, where that is known
 
     Raises
     ------
     Unavailable
-        There are more or fewer than asked, or there is one and a launcher has started others, each of which
-        takes itself for the only one: it belongs to another MPI than mpi4py.
+        There is one, and a launcher has started others, each of which takes itself for the only one: the
+        launcher belongs to another MPI than mpi4py.
     """
-    found = int(library().COMM_WORLD.size)
-    told = launched()
-    if found == 1 and told is not None:
+    size, told = int(library().COMM_WORLD.size), launched()
+    if size == 1 and told is not None:
         raise Unavailable(
             f"{told.launcher} has started {told.size} processes, but mpi4py finds itself alone in each of them: it is "
-            f"linked to another MPI, {library().get_vendor()[0]}. Use the launcher of that, or install mpi4py for this one"
+            f"linked to another MPI, {library().get_vendor()[0]}. Use the launcher of that, or an mpi4py for this one"
         )
-    if found == 1 and asked is None:
+    return size
+
+
+def size(asked: int | None) -> int:
+    """Return the number of ranks that MPI has started, which must be ``asked`` where that is known.
+
+    Raises
+    ------
+    Unavailable
+        There are more, or fewer; or there is but one, and nobody has asked for one.
+    """
+    size = found()
+    if size == 1 and asked is None:
         raise Unavailable(
             "MPI has started 1 rank: start more by mpiexec -n 4 python -m mpi4py -m refpar ..., "
             "or ask for 1, so that one is known to be what is wanted"
         )
-    if asked not in (None, found):
-        raise Unavailable(f"{asked} ranks were asked for; MPI has started {found}: mpiexec -n says how many")
-    return found
+    if asked not in (None, size):
+        raise Unavailable(f"{asked} ranks were asked for; MPI has started {size}: mpiexec -n says how many")
+    return size
 
 
 def refuse_local_ranks() -> None:
