@@ -59,10 +59,13 @@ def test_the_ledger_tells_operations_apart(worlds: Any) -> None:
         comm.recv(x, (comm.rank - 1) % 3)
         with comm.ledger.observing():
             ring.all_gather(comm, x)
+        ring.broadcast(comm, x)
         comm.barrier()
         return comm.ledger
 
-    for ledger in worlds(3).run(fn):
+    for rank, ledger in enumerate(worlds(3).run(fn)):
+        broadcast = ledger.sent.pop(("world", "broadcast"), Sent())
+        assert broadcast == (Sent(3, 6, 24) if rank < 2 else Sent())  # the last of the chain sends nothing
         assert ledger.sent == {
             ("world", "all_reduce"): Sent(8, 16, 4 * (4 + 4 + 4) + 2 * 4),  # halves: 4 elements wide, 4 narrow
             ("world", "reduce_scatter"): Sent(2, 4, 16),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, ring
+from refpar.comm.mailbox import WAITING, Chain, Status
 
 SOON = 1.0
 """Seconds within which an error is there that waits for no limit. It takes about 0.02; the rest is a busy machine."""
@@ -284,6 +285,20 @@ def test_a_rank_may_die_in_a_collective(world: World, end: Callable[[], None], w
     assert str(error).startswith(words)
 
 
+def test_a_rank_may_leave_a_child_behind(world: World) -> None:
+    """It holds the rank's pipe open, and no end of file tells of the rank's end."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 2:
+            if os.fork() == 0:
+                time.sleep(3)
+                os._exit(0)
+            os._exit(7)
+        comm.barrier()
+
+    assert str(failure(world, fn, RankError)).startswith("rank 2 exited with status 7")
+
+
 def test_a_rank_may_die_between_runs(world: World) -> None:
     """The next run says so, the one after it works."""
     os.kill(world.pids[2], signal.SIGKILL)
@@ -410,6 +425,21 @@ def test_a_circle_that_is_none_is_waited_out(world: World) -> None:
         return True
 
     assert world.run(fn) == [True] * 4
+
+
+def test_a_look_that_began_before_proves_nothing() -> None:
+    """A circle stands when each of it has begun, and ended, a look for messages while all others waited already."""
+
+    def chain(*seen: tuple[int, int]) -> Chain:
+        waits = [Status(changes, looks, 1, WAITING, 0, "") for changes, looks in seen]
+        return Chain(list(enumerate(waits, start=1)))
+
+    before = chain((5, 10), (6, 20))
+    assert chain((5, 12), (6, 22)).unchanged_since(before)
+    assert not chain((5, 12), (6, 21)).unchanged_since(before)  # that look may be older
+    assert not chain((5, 12), (7, 22)).unchanged_since(before)  # has moved since
+    assert not chain((5, 12)).unchanged_since(before)
+    assert not before.unchanged_since(Chain())
 
 
 # Limits
@@ -584,6 +614,30 @@ def test_ctrl_c_ends_the_ranks_and_the_world_works_again(script: Any) -> None:
     assert (out, err, process.returncode) == ("3 3 3\n", "", 0)
     assert all_gone(pids)
     assert group_is_empty(process)
+
+
+def test_ctrl_c_leaves_idle_ranks_alone(script: Any) -> None:
+    """It is the caller's to answer: the ranks that stand ready stay, and print nothing."""
+    process = script(
+        """
+        import time
+        from refpar.comm import World
+
+        world = World(2)
+        world.run(lambda comm: None)
+        pids = world.pids
+        print(*pids, flush=True)
+        try:
+            time.sleep(30)
+        except KeyboardInterrupt:
+            world.run(lambda comm: None)
+            print(world.pids == pids)
+        """
+    )
+    read_pids(process)
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    assert process.communicate(timeout=20) == ("True\n", "")
 
 
 # Where a world is made
