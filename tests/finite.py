@@ -55,8 +55,8 @@ def check(f: Callable[[], Evaluation], x: np.ndarray, g: np.ndarray, name: str) 
 
 
 def weighted(y: np.ndarray, dy: np.ndarray) -> Evaluation:
-    terms = (y * dy).ravel()
-    return math.fsum(terms), math.fsum(abs(terms))
+    """Return sum(dy * y). An element of y may itself be what is left of terms as large as 1, or as the largest."""
+    return math.fsum((y * dy).ravel()), abs(dy).sum() * max(1, abs(y).max(initial=0))
 
 
 def run(layer, params: Mapping[str, np.ndarray], x: np.ndarray, dy: np.ndarray, where: At):
