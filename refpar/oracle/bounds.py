@@ -50,29 +50,43 @@ QUANTILE = 16.0
 def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
     """Return ``FACTOR`` times the largest deviation that the single device shows in ``RUNS`` other runs.
 
-    Each has its rows in another order and split. ``shaken``, every result is off by its rounding, too
-    (``stochastic.py``): tensor parallelism adds up *inside* a product in another order, which no order of rows
-    brings about.
+    Each has its rows in another order and split, and starts from weights of which every one is off by its last bit
+    or not: without that, a step of one row has no other order, and shows nothing. ``shaken``, every result is off by
+    its rounding, too (``stochastic.py``): tensor parallelism adds up *inside* a product in another order, which no
+    order of rows brings about.
 
-    The floor, for tensors that happen not to move, is 4u·max|t|: u is the unit roundoff, and the result of
-    a handful of operations cannot be expected to keep the last bit of its largest entry.
+    A deviation counts for at least the last bit of the tensor's largest entry, 2u·max|t|, where u is the unit
+    roundoff: what happens not to move in so few runs is not for that known any better.
 
     A NaN or infinite deviation bounds nothing: there, exact equality of the pattern is asked for.
     """
     case = reference.case
     libraries: list[Any] = [Library(run) if shaken else np for run in range(RUNS)]
-    runs = [single.train(case, split=shuffled(case, run), xp=xp) for run, xp in enumerate(libraries)]
+    runs = [
+        single.train(case, split=shuffled(case, run), xp=xp, start=nudged(case, run))
+        for run, xp in enumerate(libraries)
+    ]
     unit = unit_of(case.precision.compute)
     bounds: Bounds = []
     for number, truth in enumerate(reference.steps):
         others = [dict(run.steps[number].items()) for run in runs]
         bounds.append(
             {
-                name: max(FACTOR * max(deviation(other[name], value) for other in others), 4 * unit * largest(value))
+                name: FACTOR * max(2 * unit * largest(value), *(deviation(other[name], value) for other in others))
                 for name, value in numbers(truth)
             }
         )
     return bounds
+
+
+def nudged(case: Case, run: int) -> dict[str, HostArray]:
+    """Return the initial values of ``case``, each of them with its last bit up, down or as it is."""
+    values = {}
+    unit = unit_of(case.precision.master)
+    for name, spec in case.model.build().specs.items():
+        value = initial_value(case.seed, name, spec, case.precision.master)
+        values[name] = value * (1 + 2 * unit * rng.integers((case.seed, "nudge", run, name), value.shape, -1, 2))
+    return values
 
 
 def shuffled(case: Case, run: int) -> single.Split:
