@@ -64,8 +64,8 @@ class LossScale:
             raise ValueError(f"LossScale initial is {self.initial}: it must lie in {self.floor} .. {self.cap}")
         if self.growth < 1 or self.backoff > 1:
             raise ValueError(f"LossScale growth {self.growth} must be at least 1, backoff {self.backoff} at most 1")
-        if self.interval < 1:
-            raise ValueError(f"LossScale interval is {self.interval}: it must be at least 1")
+        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
+            raise ValueError(f"LossScale interval is {self.interval!r}: it must be a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,9 @@ class Precision:
     compute : of weights, activations and their gradients
     gradients : of stored weight gradients; by default ``compute``, as in the paper
     reduce : of partial sums of gradients on their way round the ring; by default the accumulator of
-        ``gradients``. ``"float16"`` halves the traffic of the reduce half and rounds at every rank:
-        two finite gradients of 40,000 then sum to infinity (horovod/horovod#1699).
+        ``gradients``, so that halves cost 4 bytes an element while they are summed and 2 while they are
+        gathered. ``"float16"`` is the paper's traffic, 2 and 2, and rounds at every rank: what is lost
+        grows with the ranks, and two finite gradients of 40,000 sum to infinity (horovod/horovod#1699).
     loss_scale : None where the loss is not scaled
     """
 
@@ -90,10 +91,13 @@ class Precision:
     def __post_init__(self) -> None:
         if self.compute not in FLOATS:
             raise ValueError(f"precision compute is {self.compute!r}: it must be one of {', '.join(FLOATS)}")
-        for name, default in (("gradients", self.compute), ("reduce", "")):
-            value = getattr(self, name) or default or accumulator(self.gradients).name
+        for name, least in (("gradients", "compute"), ("reduce", "gradients")):
+            floor = getattr(self, least)
+            value = getattr(self, name) or (floor if name == "gradients" else accumulator(floor).name)
             if value not in FLOATS:
                 raise ValueError(f"precision {name} is {value!r}: it must be one of {', '.join(FLOATS)}")
+            if FLOATS.index(value) < FLOATS.index(floor):
+                raise ValueError(f"precision {name} is {value!r}: it must not be narrower than {least}, {floor!r}")
             object.__setattr__(self, name, value)
 
     @property

@@ -10,9 +10,14 @@ the way back::
                                  run b2 b3 again, backward;
                                  run b0 b1 again, backward
 
-    kept     L/k inputs, and k blocks while they are recomputed: least at k = sqrt(L), 2 sqrt(L)
+    kept     L/k inputs, and k blocks while they are recomputed: (L/k) A + k B bytes, for an input of A
+             and a block that keeps B; 2 sqrt(L) of them at k = sqrt(L)
     cost     one more forward of what is wrapped: a third of the step, when backward is twice forward;
              wrapped in one another, one more for each level
+
+The square root is the best segment where a block keeps as much as its input. A GPT block keeps 17 times
+as much and more (Korthikanti et al. 2022, section 4.1): then one block a segment is best up to L = 2B/A,
+34 blocks, which is why it is what most people do. :func:`trade` has the table.
 
 The second forward repeats the bits of the first: its input is the same array, its parameters have
 not changed, and its random numbers are addressed, not drawn (:mod:`refpar.rng`). So gradients are
@@ -110,6 +115,43 @@ def segment_length(recompute: str, blocks: int) -> int:
     if recompute.isascii() and recompute.isdigit() and int(recompute) > 0:
         return int(recompute)
     raise ValueError(f"recompute is {recompute!r}: it must be none, block, sqrt or a number of blocks")
+
+
+@dataclass(frozen=True)
+class Trade:
+    """What recomputing a stack of blocks in segments of ``k`` takes.
+
+    Attributes
+    ----------
+    blocks, k : in the stack, and in a segment; k = 0 recomputes nothing
+    bytes : of activations of the stack, its input and its output, alive at most
+    again : blocks that run forward a second time
+    step : work of the whole step, where without recomputation it is 1 and backward is twice forward
+    """
+
+    blocks: int
+    k: int
+    bytes: int
+    again: int
+    step: float
+
+
+def trade(blocks: int, block: int, boundary: int) -> list[Trade]:
+    """Return the trade of bytes for work in a stack of equal blocks: no recomputation first, then every ``k``.
+
+    Parameters
+    ----------
+    blocks : in the stack
+    block : bytes that one of them keeps for its backward pass, its input among them
+    boundary : bytes of its input, which are those of its output
+    """
+    rows = [Trade(blocks, 0, blocks * block + boundary, 0, 1.0)]
+    for k in range(1, blocks + 1):
+        lengths = [min(k, blocks - i) for i in range(0, blocks, k)]
+        # When segment j runs back, the inputs of those before it are there, its own, and its output.
+        alive = max((j + 1) * boundary + length * block for j, length in enumerate(lengths))
+        rows.append(Trade(blocks, k, alive, blocks, 4 / 3))
+    return rows
 
 
 def same(a: Array, b: Array) -> bool:

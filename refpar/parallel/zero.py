@@ -232,8 +232,16 @@ class Gathered:
 
     def gather(self) -> Params:
         whole = self.store.gather(list(self.specs))
+        for weight in whole.values():
+            lock(weight)
         self.store.peak_gathered = max(self.store.peak_gathered, live_bytes(whole))
         return whole
+
+
+def lock(x: Array) -> None:
+    """Make ``x`` read-only where its library can: what is written to a gathered copy is lost (OpenRLHF#1357)."""
+    if hasattr(x.flags, "writeable"):
+        x.flags.writeable = False
 
 
 def owned(size: int, ranks: int, rank: int) -> range:
