@@ -106,6 +106,7 @@ def parser() -> Parser:
     where(p)
     p.set_defaults(verb=verify)
     teaching(verbs)
+    planning(verbs)
     return top
 
 
@@ -398,3 +399,36 @@ def pictures(text: str) -> list[str]:
         if name not in PICTURES:
             raise argparse.ArgumentTypeError(f"no picture is called {name!r}: known are {', '.join(PICTURES)}")
     return chosen
+
+
+# On paper: refpar.plan
+
+
+def planning(verbs: Any) -> None:
+    """Add ``memory`` and ``plan``."""
+    from refpar.plan import arguments
+
+    for name, add, description in (
+        ("memory", arguments.memory, arguments.MEMORY),
+        ("plan", arguments.plan, arguments.PLAN),
+    ):
+        p = verbs.add_parser(name, help=description.partition(":")[0], description=description)
+        add(p)
+        p.set_defaults(verb=on_paper, on_paper=name)
+
+
+def on_paper(options: argparse.Namespace) -> int:
+    """``refpar memory`` and ``refpar plan``."""
+    from refpar.plan import verbs
+
+    try:
+        status, report = {"memory": verbs.memory_verb, "plan": verbs.plan_verb}[options.on_paper](options)
+    except ValueError as error:
+        raise BadInput(error) from None
+    if options.json:
+        text = json.dumps(finite(report), allow_nan=False, indent=1) + "\n"
+        if options.json == "-":
+            sys.stdout.write(text)
+        else:
+            write(Path(options.json), text)
+    return status

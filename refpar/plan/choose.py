@@ -166,7 +166,7 @@ def options(plan: Plan) -> Iterator[list[Option]]:
         (f"recipe {name}", lambda p, r=recipe: replace(p, recipe=r), NUMBERS)  # type: ignore[misc]
         for name, recipe in sorted(RECIPES.items(), key=lambda item: -sum(item[1].bytes_per_parameter))
         if sum(recipe.bytes_per_parameter) < sum(plan.recipe.bytes_per_parameter)
-        and {"m", "v"} <= set(recipe.optimizer) and "m" in plan.recipe.optimizer
+        and recipe.weights == "bfloat16" and "m" in plan.recipe.optimizer
     ]  # fmt: skip
     if isinstance(model, Transformer) and (tokens := setup.tokens or model.context) > 256:
         halves = [tokens >> k for k in range(1, 5) if tokens >> k >= 128]
@@ -201,7 +201,7 @@ def factors(plan: Plan, axis: str) -> list[int]:
         most = min(plan.hardware.per_server, getattr(model, "heads", plan.hardware.per_server))
         fine = [n for n in range(2 * now, most + 1, now) if getattr(model, "heads", n) % n == 0]
     else:
-        fine = [n for n in range(2 * now, getattr(model, "layers", 1) + 1, now)]
+        fine = list(range(2 * now, getattr(model, "layers", 1) + 1, now))
     return [n // now for n in fine if setup.dp % (n // now) == 0]
 
 
@@ -255,7 +255,7 @@ def apply(plan: Plan, chosen: Sequence[Option]) -> Change | None:
 
 def timed(plan: Plan, change: Change) -> Change:
     """Return the change with the time it costs."""
-    if plan.step is None or change.plan.step is None:
+    if plan.step is None or change.plan.step is None or change.alters == PROBLEM:
         return change
     per_device = change.plan.setup.ranks / plan.setup.ranks  # twice the devices for half the time is no gain
     return replace(change, slower=change.plan.step.total * per_device / plan.step.total)
@@ -360,8 +360,7 @@ def ladder(model: Model, recipe: Recipe, hardware: Hardware, devices: int, base:
         rungs.append(Rung("tensor parallel", first_fit(plan(tp, 1, 1, recompute) for recompute in ("none", *more))))
     tp = slices[-1] if slices else 1
     depths = [n for n in divisors(devices // tp) if 1 < n <= getattr(model, "layers", 1)]
-    even = [n for n in depths if getattr(model, "layers", n) % n == 0] or depths
-    for pp in even:
+    for pp in depths:
         rungs.append(Rung("pipeline", first_fit(plan(tp, pp, 1, recompute) for recompute in ("none", *more))))
         if rungs[-1].plan.fits:
             break
@@ -444,7 +443,8 @@ def uneven(plan: Plan) -> Iterator[str]:
     """Yield what does not divide."""
     setup, model = plan.setup, plan.model
     if setup.batch % (setup.dp * setup.micro_batches):
-        yield f"a batch of {setup.batch} is not dp x micro-batches, {setup.dp} x {setup.micro_batches}: some are smaller"
+        parts = f"dp x micro-batches, {setup.dp} x {setup.micro_batches}"
+        yield f"a batch of {setup.batch} rows is not a multiple of {parts}: some micro-batches are smaller"
     if not isinstance(model, Transformer):
         return
     if model.heads % setup.tp:
@@ -452,7 +452,8 @@ def uneven(plan: Plan) -> Iterator[str]:
     if model.kv_heads < model.heads and model.kv_heads % setup.tp:
         yield f"tp {setup.tp} does not divide {model.kv_heads} key and value heads: ranks hold copies of them"
     if setup.pp > 1 and not setup.stages and model.layers % setup.pp:
-        yield f"{setup.pp} stages do not divide {model.layers} blocks: the first {model.layers % setup.pp} have one more"
+        more = model.layers % setup.pp
+        yield f"{setup.pp} stages do not divide {model.layers} blocks: the first {more} have one more"
     if setup.tp > 1 and model.vocabulary % (128 * setup.tp):
         padded = model.padded(setup.tp).vocabulary
         yield f"a vocabulary of {model.vocabulary:,} runs faster padded, to {padded:,} for tp {setup.tp}"

@@ -157,4 +157,4 @@ def piecewise(measured: Sequence[tuple[int, float, float]]) -> Callable[[int, fl
         link = fit(measured)
         return lambda n, S: ring(S, n, link)
     _, cut, small_link, large_link = best
-    return lambda n, S: ring(S, n, small_link if S < cut else large_link)
+    return lambda n, S: ring(S, n, large_link if cut <= S else small_link)

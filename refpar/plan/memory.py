@@ -313,7 +313,7 @@ def stored(segment: Segment, setup: Setup) -> list[Entry]:
     if first.kind.input is not None:
         x = first.kind.input
         if segment.wrapped and setup.accounting != "refpar":
-            x = Tensor(x.name, x.shape, x.axis, x.dtype)  # whole, sequence-parallel or not
+            x = x.whole
         entries = [(pattern_of(first), x), *entries]
     return entries
 

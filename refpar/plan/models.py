@@ -4,6 +4,7 @@ Everything is a :class:`Tensor`, a name with a shape: a parameter, an activation
 backward pass, and also a matrix product, which is the box of its multiply-adds (rows x inputs x outputs).
 In shapes ``"b"`` stands for the rows of a micro-batch and ``"s"`` for the tokens of a row; ``axis`` is the
 one that tensor parallelism splits. Splits are near-even, the first parts one longer, as everywhere here.
+Blocks share their tensors, which are told apart by identity: 128 blocks are weighed once.
 
 What is *kept* depends on who runs the network, so three accountings are known:
 
@@ -29,7 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Literal
 
 from refpar import split
@@ -51,7 +52,7 @@ class Grid:
     sequence_parallel: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
     """A name and a shape.
 
@@ -76,6 +77,11 @@ class Tensor:
     short: bool = False
     parallel: bool = False
 
+    @cached_property
+    def whole(self) -> Tensor:
+        """The same, whole on every rank, sequence-parallel or not."""
+        return replace(self, sequence=False)
+
     def local(self, grid: Grid) -> tuple[int, ...]:
         """Return the shape as one rank has it."""
         sizes = [{"b": grid.rows, "s": grid.tokens}[n] if isinstance(n, str) else n for n in self.shape]
@@ -92,7 +98,7 @@ class Tensor:
         return 0 if self.parallel and grid.tp == 1 else math.prod(self.local(grid))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Kind:
     """What units of one kind have in common.
 
@@ -115,7 +121,7 @@ class Kind:
     backward_sums: tuple[Tensor, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Unit:
     """One unit: what pipeline stages, ZeRO-3 and recomputation handle as a whole."""
 
@@ -132,7 +138,7 @@ class Unit:
         return {self.parameter(tensor): tensor for tensor in self.kind.parameters}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Network:
     """Units in order, and what the loss keeps, and sums over tensor-parallel ranks."""
 
