@@ -63,7 +63,7 @@ class Batch:
 
     def on(self, xp: ModuleType, dtype: str) -> Batch:
         """Return the batch as arrays of ``xp``, numbers that are not token numbers in ``dtype``."""
-        inputs, targets = (x if x.dtype.kind == "i" else x.astype(dtype) for x in (self.inputs, self.targets))
+        inputs, targets = (x if x.dtype.kind in "iu" else x.astype(dtype) for x in (self.inputs, self.targets))
         return Batch(xp.asarray(inputs), xp.asarray(targets), xp.asarray(self.mask))
 
 
@@ -99,6 +99,8 @@ class Case:
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"Case clip is {self.clip}: it must be positive, or None for no clipping")
         object.__setattr__(self, "batches", tuple(self.batches))
+        for number, batch in enumerate(self.batches):
+            check_batch(self.model, batch, f"batch {number}")
         object.__setattr__(self, "frozen", tuple(self.frozen))
         for name in self.frozen:
             if not any(below(known, name) for known in self.model.build().specs):
@@ -110,6 +112,35 @@ class Case:
     def frozen_names(self) -> frozenset[str]:
         """The parameters that get no gradient, no update and no optimizer state."""
         return frozen_names(self.model.build().specs, self.frozen)
+
+
+def check_batch(model: GPT | MLP, batch: Batch, what: str) -> None:
+    """Refuse a batch that ``model`` cannot take. An index out of range would wrap silently, on some devices.
+
+    Raises
+    ------
+    ValueError
+        That says which array has which shape, type or value, and what it must be.
+    """
+    rows = len(batch)
+    if isinstance(model, MLP):
+        shapes = {"inputs": (rows, model.widths[0]), "targets": (rows, model.widths[-1]), "mask": (rows,)}
+    else:
+        sequence = min(batch.inputs.shape[1], model.context) if batch.inputs.ndim == 2 else model.context
+        shapes = dict.fromkeys(("inputs", "targets", "mask"), (rows, sequence))
+    for name, shape in shapes.items():
+        found = getattr(batch, name).shape
+        if found != shape:
+            raise ValueError(f"{what} has {name} of shape {found}: the model takes {shape}")
+    if isinstance(model, MLP):
+        return
+    for name, tokens in (("inputs", batch.inputs), ("targets", batch.targets[batch.mask])):
+        if tokens.dtype.kind not in "iu":
+            raise ValueError(f"{what} has {name} of {tokens.dtype}: tokens are integers")
+        if tokens.size and not 0 <= tokens.min() <= tokens.max() < model.vocabulary:
+            raise ValueError(
+                f"{what} has {name} from {tokens.min()} to {tokens.max()}: tokens are 0 to {model.vocabulary - 1}"
+            )
 
 
 def frozen_names(names: Iterable[str], frozen: Sequence[str]) -> frozenset[str]:

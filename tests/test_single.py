@@ -131,3 +131,25 @@ def test_layouts_that_cannot_be(text: str, words: str) -> None:
     """The error names the key, the value and what would be right."""
     with pytest.raises(ValueError, match=words):
         Layout.parse(text)
+
+
+TOKENS, NUMBERS = np.zeros((2, 3), np.int64), np.zeros((2, 3))
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "targets", "mask", "words"),
+    [
+        (GPT(5, 3, 2, 1, 1), TOKENS + 5, TOKENS, TOKENS == 0, "inputs from 5 to 5: tokens are 0 to 4"),
+        (GPT(5, 3, 2, 1, 1), TOKENS - 1, TOKENS, TOKENS == 0, "inputs from -1 to -1"),
+        (GPT(5, 3, 2, 1, 1), TOKENS, TOKENS - 100, TOKENS == 0, "targets from -100"),
+        (GPT(5, 3, 2, 1, 1), NUMBERS, TOKENS, TOKENS == 0, "inputs of float64: tokens are integers"),
+        (GPT(5, 2, 2, 1, 1), TOKENS, TOKENS, TOKENS == 0, r"inputs of shape \(2, 3\): the model takes \(2, 2\)"),
+        (GPT(5, 3, 2, 1, 1), TOKENS, TOKENS[:, :2], TOKENS == 0, r"targets of shape \(2, 2\)"),
+        (MLP((3, 4)), NUMBERS, NUMBERS, np.ones(2, bool), r"targets of shape \(2, 3\): the model takes \(2, 4\)"),
+        (MLP((3, 3)), NUMBERS, NUMBERS, TOKENS == 0, r"mask of shape \(2, 3\): the model takes \(2,\)"),
+    ],
+)
+def test_batches_that_do_not_fit(model: GPT | MLP, inputs: object, targets: object, mask: object, words: str) -> None:
+    """A batch that the model cannot take is refused when the case is made, not somewhere inside a rank."""
+    with pytest.raises(ValueError, match=words):
+        Case(model, SGD(lr=0.1), (Batch(inputs, targets, mask),))
