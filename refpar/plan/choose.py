@@ -32,17 +32,28 @@ from refpar.plan.speed import Hardware, Step
 from refpar.plan.units import gb, human
 
 NOTHING, NUMBERS, PROBLEM, DEVICES = "", "changes the numbers", "changes the problem", "changes the hardware"
+MOMENT_WORDS = {
+    "forward": "at the end of the forward passes",
+    "backward": "in the backward pass",
+    "step": "in the optimizer's step",
+}
 ORDER = (NOTHING, NUMBERS, PROBLEM, DEVICES)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A setup with what it needs; figures are computed when they are asked for."""
+    """A setup with what it needs; figures are computed when they are asked for.
+
+    Attributes
+    ----------
+    causal : whether only half of the attention matrix counts as work of the model
+    """
 
     model: Model
     setup: Setup
     recipe: Recipe
     hardware: Hardware
+    causal: bool = False
 
     @cached_property
     def memory(self) -> RankMemory:
@@ -54,7 +65,7 @@ class Plan:
         """The estimate of a step; None where the tokens of a row are not known."""
         if isinstance(self.model, Bare) and not self.setup.tokens:
             return None
-        return speed.step(self.model, self.setup, self.recipe, self.hardware)
+        return speed.step(self.model, self.setup, self.recipe, self.hardware, causal=self.causal)
 
     @cached_property
     def sent(self) -> dict[str, int]:
@@ -78,14 +89,10 @@ class Plan:
 
     def where(self) -> str:
         """Return the rank and the moment of the peak, in words."""
-        place = f"stage {self.memory.place.p}" if self.setup.pp > 1 else "every rank" if self.setup.ranks > 1 else ""
-        moments = {
-            "forward": "at the end of the forward passes",
-            "backward": "in the backward pass",
-            "step": "in the optimizer's step",
-        }
-        rank = f"rank {self.memory.rank}" if self.setup.pp > 1 else ""
-        return " ".join(filter(None, (rank, f"({place})" if rank else place, moments[self.memory.moment])))
+        moment = MOMENT_WORDS[self.memory.moment]
+        if self.setup.pp > 1:
+            return f"on rank {self.memory.rank} (stage {self.memory.place.p}), {moment}"
+        return f"on every rank, {moment}" if self.setup.ranks > 1 else moment
 
     def why(self) -> str:
         """Return one sentence on what fills the memory."""
@@ -268,10 +275,11 @@ def repairs(plan: Plan) -> list[Change]:
     """
     groups = [group for group in options(plan) if group]
     singles = [found for group in groups if (found := smallest(plan, [(option,) for option in group]))]
-    if not any(change.alters == NOTHING for change in singles):
-        keep = [group for group in groups if group[0][2] == NOTHING]
-        pairs = (list(itertools.product(a, b)) for a, b in itertools.combinations(keep, 2))
-        singles += [found for both in pairs if (found := smallest(plan, both))]
+    for allowed in (NOTHING,), (NOTHING, NUMBERS):
+        if not any(change.alters in allowed for change in singles):
+            keep = [group for group in groups if group[0][2] in allowed]
+            pairs = (list(itertools.product(a, b)) for a, b in itertools.combinations(keep, 2))
+            singles += [found for both in pairs if (found := smallest(plan, both))]
     return sorted(
         (timed(plan, change) for change in singles),
         key=lambda c: (ORDER.index(c.alters), c.slower or 0.0, c.plan.setup.tp * c.plan.setup.pp, -c.saved),
@@ -293,12 +301,11 @@ def smallest(plan: Plan, degrees: Iterable[Sequence[Option]]) -> Change | None:
 def room(plan: Plan) -> dict[str, int]:
     """Return the largest micro-batch, sequence and number of layers with which a plan still fits, each by itself."""
     found = {}
+    rows = plan.setup.dp * plan.setup.micro_batches  # micro-batches of a step: as many as there are now
     if not isinstance(plan.model, Bare):
         found["micro_batch"] = largest(
             plan.micro_batch,
-            lambda n: replace(
-                plan, setup=replace(with_micro_batch(plan.setup, n), batch=max(plan.setup.batch, n * plan.setup.dp))
-            ),
+            lambda n: replace(plan, setup=with_micro_batch(replace(plan.setup, batch=n * rows), n)),
         )
     if isinstance(plan.model, Transformer):
         model = plan.model
@@ -333,7 +340,9 @@ class Rung:
     plan: Plan
 
 
-def ladder(model: Model, recipe: Recipe, hardware: Hardware, devices: int, base: Setup, micro_batch: int) -> list[Rung]:
+def ladder(
+    model: Model, recipe: Recipe, hardware: Hardware, devices: int, base: Setup, micro_batch: int, causal: bool = False
+) -> list[Rung]:
     """Return the rungs for so many devices, from simple to complicated.
 
     Parameters
@@ -346,7 +355,7 @@ def ladder(model: Model, recipe: Recipe, hardware: Hardware, devices: int, base:
         dp = devices // (tp * pp)
         setup = replace(base, dp=dp, tp=tp, pp=pp, zero=zero if dp > 1 else 0, recompute=recompute,
                         sequence_parallel=tp > 1, chunks=1)  # fmt: skip
-        return Plan(model, with_micro_batch(setup, micro_batch), recipe, hardware)
+        return Plan(model, with_micro_batch(setup, micro_batch), recipe, hardware, causal)
 
     more = [] if isinstance(model, Bare) else ["block"] if base.flash else ["selective", "block"]
     rungs = [Rung("data parallel" if devices > 1 else "one device", plan(1, 1, 0, "none"))]

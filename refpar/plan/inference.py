@@ -41,7 +41,7 @@ def lines(
     if bits not in TYPES or cache_bits not in TYPES:
         raise ValueError(f"bits is {bits}, cache_bits {cache_bits}: each must be 16, 8 or 4")
     if isinstance(model, Bare):
-        return [Line("weights", "parameters", (-(-model.size // (tp * pp)),), TYPES[bits], 1, "", "always", ALWAYS)]
+        return [Line("weights", "parameters", "", (-(-model.size // (tp * pp)),), TYPES[bits], 1, "", "always", ALWAYS)]
     found = []
     blocks = 0
     grid = Grid(0, 0, tp)
@@ -59,15 +59,17 @@ def lines(
             seen[name] = tensor.local(grid), TYPES[bits] if matrix else "float16", count
     sharded = f"tp {tp}" if tp > 1 else "whole"
     for name, (shape, dtype, count) in seen.items():
-        found.append(Line("weights", name, shape, dtype, count, sharded, "always", ALWAYS))
+        found.append(Line("weights", name, "", shape, dtype, count, sharded, "always", ALWAYS))
         if dtype != "float16":
             groups = -(-math.prod(shape) // GROUP) * (2 if bits == 4 else 1)
-            found.append(Line("weights", f"{name} (scales)", (groups,), "float16", count, sharded, "always", ALWAYS))
+            found.append(Line("weights", name, "scales", (groups,), "float16", count, sharded, "always", ALWAYS))
     if isinstance(model, Transformer):
         heads = max(1, len(split.part(model.kv_heads, tp, 0)))
         shape = (sequences, tokens or model.context, 2, heads, model.head_dim)
         layers = -(-model.layers // pp)
-        found.append(Line("cache", "keys and values", shape, TYPES[cache_bits], layers, sharded, "a request", ALWAYS))
+        found.append(
+            Line("cache", "keys and values", "", shape, TYPES[cache_bits], layers, sharded, "a request", ALWAYS)
+        )
     return found
 
 

@@ -59,6 +59,7 @@ class Line:
     ----------
     part : of :data:`PARTS`
     tensor : its name; ``blocks.*`` stands for each block of this stage
+    copy : which of the tensor's copies: ``"master"``, ``"m"``, ...; empty for activations
     shape : of one copy, as this rank holds it
     dtype : of its elements
     copies : how many there are
@@ -69,6 +70,7 @@ class Line:
 
     part: str
     tensor: str
+    copy: str
     shape: tuple[int, ...]
     dtype: str
     copies: int
@@ -176,8 +178,7 @@ def states(net: Network, model: Model, setup: Setup, recipe: Recipe, place: Plac
             owned: tuple[int, ...] = owned, pattern: str = pattern, copies: int = copies,
             words: tuple[str, str] = (for_whole, for_owned),
         ) -> Line:  # fmt: skip
-            label = pattern if name == part else f"{pattern} ({name})"
-            return Line(part, label, owned if mine else shape, dtype, copies, words[mine], "always", ALWAYS)
+            return Line(part, pattern, name, owned if mine else shape, dtype, copies, words[mine], "always", ALWAYS)
 
         yield line("weights", "weights", recipe.weights, setup.zero == 3)
         for name, dtype in recipe.gradients.items():
@@ -186,7 +187,7 @@ def states(net: Network, model: Model, setup: Setup, recipe: Recipe, place: Plac
             yield line("optimizer", name, dtype, setup.zero >= 1)
         if recipe.overhead:
             scales = round((math.prod(owned) if setup.zero else math.prod(shape)) * recipe.overhead)
-            yield Line("optimizer", f"{pattern} (scales)", (scales,), "int8", copies, "as m and v", "always", ALWAYS)
+            yield Line("optimizer", pattern, "scales", (scales,), "int8", copies, "as m and v", "always", ALWAYS)
     travels = N > 1 or (setup.accounting == "refpar" and setup.zero == 3)
     if travels and not isinstance(model, Bare):  # of a bare number of parameters no unit is known
         yield from buffers(net, units, setup, recipe, place)
@@ -198,18 +199,20 @@ def buffers(net: Network, units: Sequence[Unit], setup: Setup, recipe: Recipe, p
     of_groups = [sum(sizes[name] for name in group) for group in groups]
     if setup.zero <= 1:
         most = max((sum(sizes[name] for name in group) for group in gradient_buckets(groups, sizes, setup)), default=0)
-        yield Line("buffers", "bucket of gradients", (most,), recipe.travels, 1, "whole", "while it is reduced",
+        yield Line("buffers", "bucket of gradients", "", (most,), recipe.travels, 1, "whole", "while it is reduced",
                    ("backward",))  # fmt: skip
         return
     most = max(of_groups)
     if setup.accounting != "refpar":  # which waits until the unit is done, however large
         most = max(largest_pending([sizes[name] for name in reversed(group)], setup.bucket) for group in groups)
-    yield Line("buffers", "gradients not yet with their owners", (most,), recipe.travels, 1, "whole",
+    yield Line("buffers", "gradients not yet with their owners", "", (most,), recipe.travels, 1, "whole",
                "backward pass of a unit", ("backward",))  # fmt: skip
     if setup.zero == 3:
         most = max(sum(of_groups[i : i + 1 + setup.prefetch]) for i in range(len(groups)))
         what = "weights of the unit at work" + (f" and of {setup.prefetch} ahead" if setup.prefetch else "")
-        yield Line("buffers", what, (most,), recipe.weights, 1, "whole", "while the unit runs", ("forward", "backward"))
+        yield Line(
+            "buffers", what, "", (most,), recipe.weights, 1, "whole", "while the unit runs", ("forward", "backward")
+        )
 
 
 def shared_names(units: Sequence[Unit]) -> list[tuple[str, Tensor, int]]:
@@ -473,7 +476,7 @@ def line_of(pattern: str, tensor: Tensor, rows: int, copies: int, weigher: Weigh
         shape, copies = (0,), 0
     whole = grid.tp == 1 or (tensor.axis is None and not (tensor.sequence and grid.sequence_parallel))
     sharded = "whole" if whole else f"tp {grid.tp}" if tensor.axis is not None else f"sequence {grid.tp}"
-    return Line("activations", tensor.name.replace("*", pattern), shape, weigher.dtype(tensor), copies, sharded,
+    return Line("activations", tensor.name.replace("*", pattern), "", shape, weigher.dtype(tensor), copies, sharded,
                 words, (moment,))  # fmt: skip
 
 

@@ -11,7 +11,9 @@ of copies::
     pure-bf16             bf16 2    bf16 2       -        bf16 4     8
 
 DeepSpeed's documentation still gives ZeRO-2 as 4 + 16/N bytes; its code has counted 2 + 18/N since
-deepspeed#5099. With gradients owned from the first reduction on, the code is right.
+deepspeed#5099. With gradients owned from the first reduction on, the code is right. GPipe's table 1 has the
+parameter and the activation memory of Transformer-naive-1 the wrong way round: 282.2 M parameters at that table's
+12 bytes are 3.15 GiB, which it prints as activations.
 """
 
 from __future__ import annotations

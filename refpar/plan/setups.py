@@ -3,6 +3,10 @@
 Ranks are numbered as in :mod:`refpar.parallel.hybrid`: tensor-parallel neighbours closest, then replicas,
 then stages. Splits are near-even and the first parts are the longer ones, so in every stage the rank with
 ``t = d = 0`` is the most loaded one: it is enough to look at one rank a stage to find the worst of 10^5.
+
+Devices are ``dp x tp x pp x cp``. Where they are not, somebody has slipped: one version of Llama 3's table 4 has
+8 x 16 x 16 and DP 4 for 16,384 devices (it is 8). Megatron's guide multiplies by the expert-parallel size as well,
+and its own DeepSeek-V3 row does not: experts are spread over replicas, and need no further devices.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ it long sequences report more than they can (121 % at 16k tokens, torchtitan#341
 The formulas of the papers follow: 72 B L s h^2 (1 + s/6h + V/12Lh) for a GPT, 96 (...) with full recomputation.
 The bigscience README says its TFLOPs use 8 psi T; the log agrees with the formula above (149.8) and not with
 8 psi T (147.1). The Megatron-LM abstract has 76 %, its table 74 %, its text 77 % of linear scaling: 15.1 PFLOP/s
-over 512 times 39 TFLOP/s is 75.6 %.
+over 512 times 39 TFLOP/s is 75.6 %. Gradients hide behind the backward pass where
+``bytes/2 (N-1)/N peak / (tokens x bandwidth)`` is below 1: psi cancels, but not in the Ultra-Scale playbook.
 
 **How far to trust it.** ``EFFICIENCY`` is the share of peak that matrix products reach; it is the only fitted number
 (see ``benchmarks/plan.py``), and real kernels vary more than layouts do. Rankings are worth more than seconds.

@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from refpar.plan import choose, inference, memory, speed
-from refpar.plan.choose import Change, Plan, Rung
+from refpar.plan.choose import MOMENT_WORDS, Change, Plan, Rung
 from refpar.plan.memory import Line, RankMemory
 from refpar.plan.models import PRESETS, Bare, Model, Transformer, gpt2, llama
 from refpar.plan.recipes import RECIPES, Recipe
@@ -109,8 +109,9 @@ def memory_verb(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         return serve(options, model, console)
     recipe: Recipe = named("recipe", options.recipe, RECIPES)
     hardware = Hardware(options.device_memory or UNLIMITED, reserve=options.reserve)
-    stages = range(4) if options.zero is None else [options.zero]
-    plans = [Plan(model, setup_of(options, model, zero), recipe, hardware) for zero in stages]
+    first = setup_of(options, model, options.zero or 0)
+    stages = range(4) if options.zero is None and first.sharing > 1 else [first.zero]
+    plans = [Plan(model, replace(first, zero=zero), recipe, hardware) for zero in stages]
     setup = plans[0].setup
     console.print(heading(options, model, setup, recipe), soft_wrap=True)
     console.print()
@@ -128,8 +129,9 @@ def memory_verb(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         console.print(stage_table(memory.by_stage(model, plans[-1].setup, recipe)))
     if options.lines:
         for plan in plans:
-            console.print(f"\n{title(plan)}, rank {plan.memory.rank}, every line")
-            console.print(line_table(plan.memory.lines))
+            rank = plan.memory
+            console.print(f"\n{title(plan)}: every line of rank {rank.rank} at its peak, {MOMENT_WORDS[rank.moment]}")
+            console.print(line_table(line for line in rank.lines if rank.moment in line.alive))
     fixes: list[Change] = []
     if options.device_memory:
         best = next((plan for plan in plans if plan.fits), min(plans, key=lambda plan: plan.memory.peak))
@@ -153,7 +155,7 @@ def memory_verb(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
 def heading(options: argparse.Namespace, model: Model, setup: Setup, recipe: Recipe) -> str:
     """Return the lines that say what is counted."""
     w, g, k = recipe.bytes_per_parameter
-    name, devices, rows = options.model or "a model", f"{setup.ranks} device{'s' * (setup.ranks > 1)}", ""
+    name, devices, rows = name_of(options), f"{setup.ranks} device{'s' * (setup.ranks > 1)}", ""
     if not isinstance(model, Bare):
         tokens = setup.tokens or getattr(model, "context", 1)
         rows = (
@@ -166,6 +168,13 @@ def heading(options: argparse.Namespace, model: Model, setup: Setup, recipe: Rec
     )
 
 
+def name_of(options: argparse.Namespace) -> str:
+    """Return what to call the model."""
+    if options.model is None and options.layers is not None:
+        return f"{options.family} of {options.layers} x {options.width}"
+    return options.model or "a model"
+
+
 def model_size(model: Model) -> int:
     """Return the number of parameters."""
     assert isinstance(model, Transformer | Bare)
@@ -173,12 +182,10 @@ def model_size(model: Model) -> int:
 
 
 def by_zero(plans: Sequence[Plan], limit: int | None) -> Table:
-    """Return the table of what the most loaded rank holds."""
-    table = table_of(
-        "most loaded device, GB", "weights", "gradients", "optimizer", "buffers", "activations", "peak", "in GiB"
-    )
+    """Return the table of what the most loaded rank of each setup holds."""
+    table = table_of("GB a device", "weights", "gradients", "optimizer", "buffers", "activations", "peak", "in GiB")
     if limit:
-        table.add_column(f"of {gb(limit, 1)} GB")
+        table.add_column(f"in {gb(limit, 0)} GB", justify="right", no_wrap=True)
     for plan in plans:
         parts = plan.memory.parts()
         row = [title(plan), *(gb(parts[part]) if parts[part] else "-" for part in memory.PARTS), gb(plan.memory.peak)]
@@ -193,7 +200,7 @@ def title(plan: Plan) -> str:
     """Return the name of a row."""
     if plan.setup.zero:
         return f"ZeRO {plan.setup.zero}"
-    return "data parallel" if plan.setup.dp > 1 else "no ZeRO"
+    return "data parallel" if plan.setup.dp > 1 else "one replica"
 
 
 def stage_table(ranks: Sequence[RankMemory]) -> Table:
@@ -210,21 +217,25 @@ def stage_table(ranks: Sequence[RankMemory]) -> Table:
     return table
 
 
-def line_table(lines: Iterable[Line]) -> Table:
-    """Return the table of a ledger."""
-    table = table_of("tensor", "shape", "type", "copies", "split by", "GB", "alive")
-    for part in (*memory.PARTS, "cache"):
-        chosen = [line for line in lines if line.part == part and line.bytes]
-        if chosen:
-            table.add_row(f"[bold]{part}[/]")
-        for line in chosen:
-            when = line.lifetime if line.alive == memory.ALWAYS else f"{'/'.join(line.alive)}: {line.lifetime}"
-            table.add_row(f"  {line.tensor}", "x".join(map(str, line.shape)), line.dtype, str(line.copies),
-                          line.sharded, gb(line.bytes, 3), when)  # fmt: skip
-    for column in table.columns:
+def line_table(given: Iterable[Line]) -> Table:
+    """Return the table of a ledger, with a heading for each copy and each lifetime."""
+    table = table_of("tensor", "shape", "type", "copies", "split by", "GB")
+    for column in (table.columns[1], table.columns[2], table.columns[4]):
         column.justify = "left"
-        column.no_wrap = False
-    table.columns[5].justify = "right"
+    sections: dict[str, list[Line]] = {}
+    lines = list(given)
+    for part in (*memory.PARTS, "cache"):
+        for line in lines:
+            if line.part == part and line.bytes:
+                words = (
+                    line.copy if line.copy not in ("", part) else line.lifetime if line.alive != memory.ALWAYS else ""
+                )
+                sections.setdefault(f"{part}, {words}" if words else part, []).append(line)
+    for heading, chosen in sections.items():
+        table.add_row(f"[bold]{heading}[/]", "", "", "", "", f"[bold]{gb(sum(line.bytes for line in chosen))}[/]")
+        for line in chosen:
+            shape = " x ".join(map(str, line.shape))
+            table.add_row(f"  {line.tensor}", shape, line.dtype, str(line.copies), line.sharded, gb(line.bytes, 3))
     return table
 
 
@@ -256,7 +267,13 @@ def changes_table(fixes: Sequence[Change]) -> Table | str:
     table = table_of("smallest changes that make it fit", "saves GB", "then GB", "time", "")
     table.columns[4].justify = "left"
     for change in fixes:
-        table.add_row(change.what, gb(change.saved), gb(change.plan.memory.peak), time_of(change), change.alters)
+        table.add_row(
+            change.what,
+            gb(change.saved) if change.saved else "-",
+            gb(change.plan.memory.peak),
+            time_of(change),
+            change.alters,
+        )
     return table
 
 
@@ -270,7 +287,7 @@ def serve(options: argparse.Namespace, model: Model, console: Console) -> tuple[
     found = inference.lines(model, options.inference, tp=options.tp, pp=options.pp, tokens=options.sequence or 0,
                             sequences=options.concurrent)  # fmt: skip
     total = sum(line.bytes for line in found)
-    console.print(f"[bold]{options.model or 'a model'}[/]: {model_size(model):,} parameters, inference with "
+    console.print(f"[bold]{name_of(options)}[/]: {model_size(model):,} parameters, inference with "
                   f"{options.inference}-bit weights, tp {options.tp}, pp {options.pp}\n")  # fmt: skip
     table = table_of("a device holds", "GB", "GiB")
     for part in ("weights", "cache"):
@@ -318,7 +335,7 @@ def plan_verb(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     batch = options.batch or 8 * options.gpus * options.micro_batch
     base = Setup(batch=batch, flash=options.flash, tokens=options.sequence or 0)
     check(model, base)
-    rungs = choose.ladder(model, recipe, hardware, options.gpus, base, options.micro_batch)
+    rungs = choose.ladder(model, recipe, hardware, options.gpus, base, options.micro_batch, options.causal)
     simplest, fastest = choose.recommend(rungs)
 
     console.print(plan_heading(options, model, recipe, hardware, base), soft_wrap=True)
@@ -352,7 +369,7 @@ def plan_heading(options: argparse.Namespace, model: Model, recipe: Recipe, hard
     tokens = base.tokens or getattr(model, "context", None)
     rows = f"{base.batch:,} rows" + (f" x {tokens:,} tokens" if tokens else "")
     return (
-        f"[bold]{options.model or 'a model'}[/]: {model_size(model):,} parameters ({count(model_size(model))}), "
+        f"[bold]{name_of(options)}[/]: {model_size(model):,} parameters ({count(model_size(model))}), "
         f"{recipe.name}, {sum(recipe.bytes_per_parameter):g} bytes a parameter\n"
         f"{options.gpus} devices of {gb(hardware.memory)} GB ({gib(hardware.memory)} GiB), {hardware.per_server} a "
         f"server; {gb(hardware.reserve)} GB of each kept free\n"
@@ -401,7 +418,10 @@ def reasons(
     fixes: Mapping[int, list[Change]],
 ) -> None:
     """Print why rungs do not fit, and what is recommended."""
-    console.print("bubble: of the ideal step (of the real one); sent: by the most loaded device in a step\n")
+    console.print("sent: by the most loaded device in a step; bubble: of the ideal step (of the real one)")
+    if any(rung.plan.setup.tp > 1 for rung in rungs):
+        console.print("with tensor parallelism, norms and dropouts are split along the sequence")
+    console.print()
     for rung in rungs:
         if rung.plan.fits and rung is not chosen:
             continue
@@ -411,7 +431,8 @@ def reasons(
         for change in fixes[id(rung)][:3]:
             extra = f", {change.alters}" if change.alters else ""
             cost = f", time {time_of(change)}" if change.slower is not None else ""
-            console.print(Text(f"    {change.what}: saves {gb(change.saved)} GB{cost}{extra}"))
+            saved = f"saves {gb(change.saved)} GB" if change.saved else "enough"
+            console.print(Text(f"    {change.what}: {saved}{cost}{extra}"))
     console.print()
     if chosen is None:
         console.print("[red]nothing on the ladder fits[/]: take the changes above, or more devices")
