@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import math
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from refpar import split
 from refpar.arrays import Array, total, widen
+from refpar.case import Case, Layout
+from refpar.comm import Communicator
 from refpar.nn.layer import At, Gradients, Layer, Params, ParamSpec
 from refpar.nn.layers import Linear, ReLU, Sequential
 from refpar.nn.loss import SquaredError
-from refpar.nn.models import Model
+from refpar.nn.models import MLP, Model
+from refpar.parallel import hybrid, zero
+from refpar.precision import Precision
 
 
 @dataclass(frozen=True)
@@ -151,3 +160,48 @@ class Network:
 
     def build(self) -> Model:
         return Model(tuple(NETWORKS[self.name]()), SquaredError())
+
+
+# What runs on the ranks
+
+
+def outliving(comm: Communicator, case: Case, layout: Layout) -> set[int]:
+    """Return how many gathered weights were alive at the moments when others were about to be gathered."""
+    gather, gathered, alive = zero.Zero.gather, [], set()
+
+    def watched(self: zero.Zero, names: list[str]) -> dict[str, object]:
+        alive.add(sum(ref() is not None for ref in gathered))
+        whole = gather(self, names)
+        gathered.extend(weakref.ref(x) for x in whole.values())
+        return whole
+
+    zero.Zero.gather = watched
+    try:
+        hybrid.train(comm, case, layout)
+    finally:
+        zero.Zero.gather = gather
+    return alive
+
+
+def published(comm: Communicator, model: MLP, bucket: int, stage: int, seed: int) -> bool:
+    """Write distinct numbers into the masters, publish, and compare every gathered weight with them."""
+    built = model.build()
+    sizes = {name: math.prod(spec.shape) for name, spec in built.specs.items()}
+    start = dict(zip(sizes, split.ranges(list(sizes.values())), strict=True))
+    whole = {name: np.array(r, float).reshape(built.specs[name].shape) for name, r in start.items()}
+    store = zero.Zero(
+        comm, built.units, {name: np.full_like(x, np.nan) for name, x in whole.items()}, Precision(), bucket, stage
+    )
+    for name, master in store.masters.items():
+        master[...] = store.own(name, whole[name])
+    store.publish()
+    gathered = store.gather(list(whole))
+    kept = gathered if stage == 3 else store.weights
+    return all(np.array_equal(gathered[name], x) and np.array_equal(kept[name], x) for name, x in whole.items())
+
+
+def write_to_gathered(comm: Communicator) -> None:
+    built = MLP((2, 2)).build()
+    initial = {name: np.ones(spec.shape) for name, spec in built.specs.items()}
+    store = zero.Zero(comm, built.units, initial, Precision(), 8, 3)
+    store.units[0][1].gather()["layers.0.weight"][...] = 1

@@ -43,7 +43,8 @@ def bytes_sent(case: Case, layout: Layout, rank: int, batch: Batch, *, updated: 
     stages = mesh.stages_of(layout, model)
     mine = [model.units[i] for i in stages[p]]
     sizes = {name: size_held(spec, layout.tp, t) for name, spec in model.specs.items()}
-    of_units = [{name: sizes[name] for name in layer.specs} for _, layer in mine]
+    run = segments(mine, layout.recompute, keep={model.units[0][0], model.units[-1][0]})
+    of_units = [{name: sizes[name] for name in layer.specs} for _, layer in run]
     trained = {name: n for unit in of_units for name, n in unit.items() if name not in case.frozen_names}
     partial, gradient, weight, master = (
         np.dtype(kind).itemsize for kind in (types.reduce, types.gradients, types.compute, types.master)
@@ -60,9 +61,8 @@ def bytes_sent(case: Case, layout: Layout, rank: int, batch: Batch, *, updated: 
         publishes = updated or layout.zero == 3
         sent["dp"] = scattered * partial + gathered * weight * publishes
     else:
-        sent["dp"] = data.bytes_sent(mine, trained, types, layout.bucket, layout.dp, d)
+        sent["dp"] = data.bytes_sent(run, trained, types, layout.bucket, layout.dp, d)
 
-    run = segments(mine, layout.recompute, keep={model.units[0][0], model.units[-1][0]})
     loss = model.loss if p == layout.pp - 1 else SquaredError()
     sent["tp"] = tensor.elements_sent(run, loss, tokens, layout.tp, t) * master
 
