@@ -29,6 +29,11 @@ class Divergence:
     got, expected : the values there
     error, bound : how far off it is, and how far off it may be; infinite where it is no number
     share : share of the entries that are outside the bound
+    rank : that holds the entry, where a dump has several
+    problem : what is wrong where it is no number that is: a missing value, another shape, replicas that differ
+    role : ``"first"`` in causal order; ``"consequence"``, right for what the candidate had before it; ``"again"``,
+        wrong even for that; ``"later"``, where that cannot be said
+    causes : what the wrong numbers look like, in words
     """
 
     step: int
@@ -39,13 +44,25 @@ class Divergence:
     error: float
     bound: float
     share: float
+    rank: int | None = None
+    problem: str = ""
+    role: str = ""
+    causes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         at = "" if self.index is None else f"[{', '.join(map(str, self.index))}]"
-        text = f"step {self.step}: {self.name}{at} is {self.got}, expected {self.expected}"
+        where = f"step {self.step}: {self.name}{at}" + ("" if self.rank is None else f" (rank {self.rank})")
+        if self.problem:
+            return f"{where}: {self.problem}"
+        text = f"{where} is {self.got}, expected {self.expected}"
         if math.isfinite(self.error):
             text += f": off by {self.error:.3g}, allowed {self.bound:.3g}"
         return text + (f", {self.share:.0%} of its entries wrong" if self.index is not None else "")
+
+    @property
+    def ratio(self) -> float:
+        """How many times the bound the error is."""
+        return self.error / self.bound if self.bound else math.inf
 
 
 @dataclass(frozen=True)
@@ -56,8 +73,10 @@ class Comparison:
     ----------
     compared : number of values (tensors and single numbers) looked at
     max_error, bound : of the tensor that comes nearest to its bound, or leaves it furthest
-    bound_kind : where the bound comes from: ``"spread"`` or ``"exact"``
+    bound_kind : where the bound comes from: ``"spread"``, or a tier of :mod:`refpar.oracle.bounds`
     divergences : everything outside its bound, in causal order
+    not_compared : kinds of values that the candidate has none of, and how many of each there are
+    notes : what else is worth saying
     """
 
     compared: int
@@ -65,6 +84,8 @@ class Comparison:
     bound: float
     bound_kind: str
     divergences: list[Divergence] = field(repr=False)
+    not_compared: dict[str, int] = field(default_factory=dict, repr=False)
+    notes: list[str] = field(default_factory=list, repr=False)
 
     @property
     def ok(self) -> bool:
@@ -100,16 +121,15 @@ def compare(trace: Trace, reference: Trace, *, bounds: Bounds | None = None, kin
         bounds = bounds_.spread(reference)
     kind = kind if bounds else "exact"
     found: list[Divergence] = []
-    compared, worst = 0, (0.0, 0.0, 0.0)  # error / bound, error, bound
+    compared, worst = 0, NOWHERE
     if len(trace.steps) != len(reference.steps):
         found.append(wrong(0, "steps", len(trace.steps), len(reference.steps)))
     for number, (got, expected) in enumerate(zip(trace.steps, reference.steps, strict=False)):
         allowed = bounds[number] if bounds else {}
         for name, value, true in paired(got, expected):
             compared += 1
-            bound = allowed.get(name, 0.0)
-            divergence, error = judge(number, name, value, true, bound)
-            worst = max(worst, (error / bound if bound else math.inf if error else 0.0, error, bound))
+            divergence, nearest = judge(number, name, value, true, allowed.get(name, 0.0))
+            worst = max(worst, nearest)
             found += [divergence] if divergence else []
     return Comparison(compared, worst[1], worst[2], kind, found)
 
@@ -127,24 +147,41 @@ def paired(got: Step, expected: Step) -> list[tuple[str, Any, Any]]:
     return [p for p in pairs if not (overflow and (p[0] == "norm" or p[0].startswith("gradient/")))]
 
 
-def judge(step: int, name: str, got: Any, expected: Any, bound: float) -> tuple[Divergence | None, float]:
-    """Return the divergence of one value, if it has one, and its largest error."""
+Nearest = tuple[float, float, float]
+"""Of the entry nearest to its bound, or furthest outside: error over bound, error, bound."""
+NOWHERE: Nearest = (0.0, 0.0, 0.0)
+
+
+def judge(step: int, name: str, got: Any, expected: Any, bound: Any) -> tuple[Divergence | None, Nearest]:
+    """Return the divergence of one value, if it has one, and how near it is to its bound.
+
+    Parameters
+    ----------
+    bound : largest absolute error, a number or an array of the shape of the value; 0 asks for equality
+    """
     if got is None or expected is None or np.shape(got) != np.shape(expected):
         shown = [v if v is None or np.ndim(v) == 0 else f"shape {np.shape(v)}" for v in (got, expected)]
-        return wrong(step, name, *shown), math.inf
-    if name == "outcome":
-        return (None, 0.0) if got == expected else (wrong(step, name, got, expected), math.inf)
+        return wrong(step, name, *shown), (math.inf, math.inf, 0.0)
+    if name == "outcome" and isinstance(got, str):
+        return (None, NOWHERE) if got == expected else (wrong(step, name, got, expected), (math.inf, math.inf, 0.0))
     a, b = np.asarray(got, np.float64), np.asarray(expected, np.float64)
-    with np.errstate(invalid="ignore"):
+    if not a.size:
+        return None, NOWHERE
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
         error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))
-    error = np.where(np.isnan(error), np.inf, error)
-    if not error.size or not (error > bound).any():
-        return None, float(error.max(initial=0.0))
-    index = np.unravel_index(int(np.argmax(error)), error.shape)
+        error = np.where(np.isnan(error), np.inf, error)
+        ratio = np.where(error > 0, error / bound, 0.0)
+    outside = error > bound
+    worst = int(np.argmax(np.where(np.isinf(ratio), np.finfo(np.float64).max, ratio)))
+    if np.isinf(ratio.flat[worst]):
+        worst = int(np.argmax(np.where(np.isinf(ratio), error, -1.0)))
+    index = np.unravel_index(worst, error.shape)
+    nearest = (float(ratio[index]), float(error[index]), float(np.broadcast_to(bound, error.shape)[index]))
+    if not outside.any():
+        return None, nearest
     place = tuple(int(i) for i in index) if error.ndim else None
-    return Divergence(
-        step, name, place, a[index].item(), b[index].item(), float(error[index]), bound, float((error > bound).mean())
-    ), float(error[index])
+    found = Divergence(step, name, place, a[index].item(), b[index].item(), *nearest[1:], float(outside.mean()))
+    return found, nearest
 
 
 def wrong(step: int, name: str, got: Any, expected: Any) -> Divergence:
