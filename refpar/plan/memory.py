@@ -188,7 +188,7 @@ def states(net: Network, model: Model, setup: Setup, recipe: Recipe, place: Plac
         if recipe.overhead:
             scales = round((math.prod(owned) if setup.zero else math.prod(shape)) * recipe.overhead)
             yield Line("optimizer", pattern, "scales", (scales,), "int8", copies, "as m and v", "always", ALWAYS)
-    travels = N > 1 or (setup.accounting == "refpar" and setup.zero == 3)
+    travels = N > 1 or (setup.accounting == "refpar" and setup.zero >= 2)
     if travels and not isinstance(model, Bare):  # of a bare number of parameters no unit is known
         yield from buffers(net, units, setup, recipe, place)
 

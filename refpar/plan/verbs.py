@@ -220,6 +220,7 @@ def stage_table(ranks: Sequence[RankMemory]) -> Table:
 def line_table(given: Iterable[Line]) -> Table:
     """Return the table of a ledger, with a heading for each copy and each lifetime."""
     table = table_of("tensor", "shape", "type", "copies", "split by", "GB")
+    table.columns[0].no_wrap = False
     for column in (table.columns[1], table.columns[2], table.columns[4]):
         column.justify = "left"
     sections: dict[str, list[Line]] = {}
@@ -234,7 +235,7 @@ def line_table(given: Iterable[Line]) -> Table:
     for heading, chosen in sections.items():
         table.add_row(f"[bold]{heading}[/]", "", "", "", "", f"[bold]{gb(sum(line.bytes for line in chosen))}[/]")
         for line in chosen:
-            shape = " x ".join(map(str, line.shape))
+            shape = "x".join(map(str, line.shape))
             table.add_row(f"  {line.tensor}", shape, line.dtype, str(line.copies), line.sharded, gb(line.bytes, 3))
     return table
 
