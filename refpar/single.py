@@ -41,6 +41,7 @@ def whole(step: int, rows: int) -> Sequence[Sequence[int]]:
     return [range(rows)]
 
 
+@np.errstate(over="ignore", invalid="ignore")  # an overflow is an outcome of a step, and reported there
 def train(
     case: Case,
     *,

@@ -72,6 +72,7 @@ def run(case: Case, layout: Layout, *, world: Ranks | None = None, start: State 
     return collect(case, layout, world.run(train, case, layout, start))
 
 
+@np.errstate(over="ignore", invalid="ignore")  # an overflow is an outcome of a step, and reported there
 def train(
     comm: Communicator,
     case: Case,
