@@ -24,9 +24,12 @@ A rank that raises ends all ranks with its traceback, as MPI programs do; so doe
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import stat
 import struct
 import sys
+import termios
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -54,7 +57,7 @@ YIELDS = 30
 NAP, LONGEST_NAP = 2e-5, 1e-3  # seconds
 
 FAILED, INTERRUPTED = 3, 130
-FIRST_WORD = 0.5  # seconds
+FIRST_WORD, PASSING_ON = 1.0, 0.1  # seconds
 
 LAUNCHERS = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "Open MPI"),
@@ -339,7 +342,21 @@ def abort(status: int, text: str) -> NoReturn:
     """Write ``text`` to standard error and end every rank; ``mpiexec`` exits with ``status``."""
     sys.stdout.flush()
     sys.stderr.flush()
-    if text:
-        os.write(2, text.encode())
+    os.write(2, text.encode())
+    for fd in (1, 2):
+        _wait_for_reader(fd)
     library().COMM_WORLD.Abort(status)
     os._exit(status)  # MPICH's returns once it has asked the launcher to end all
+
+
+def _wait_for_reader(fd: int) -> None:
+    """Wait until what was written to a pipe has been read, and passed on: who ends all ranks may drop it."""
+    if not stat.S_ISFIFO(os.fstat(fd).st_mode):
+        return
+    unread = bytearray(4)
+    for _ in range(100):
+        time.sleep(0.01)
+        fcntl.ioctl(fd, termios.FIONREAD, unread)
+        if not any(unread):
+            break
+    time.sleep(PASSING_ON)
