@@ -126,3 +126,24 @@ def kind_of(name: str) -> str:
 def before(steps: Sequence[Any], number: int, start: Mapping[str, HostArray], scale: float) -> tuple[Any, float]:
     """Return the weights and the loss scale that step ``number`` of a trace starts from."""
     return (steps[number - 1].parameters, steps[number - 1].scale) if number else (start, scale)
+
+
+def micro_gradients(
+    case: Case, layout: Layout, number: int, weights: Mapping[str, HostArray], scale: float
+) -> list[dict[str, HostArray]]:
+    """Return what the micro-batches of one number, of all replicas together, bring to the gradient."""
+    parts_of = [
+        [row for d in cut(layout, len(case.batches[number])) for row in d[m]] for m in range(layout.micro_batches)
+    ]
+    model, batch = case.model.build(), case.batches[number]
+    seed, divisor = losses.seed_and_divisor(case.divide, scale, losses.token_count(batch.mask))
+    result = []
+    for rows in parts_of:
+        at, mine = At(case.seed, number, tuple(rows)), batch.take(rows).on(np, case.precision.compute)
+        y, saved = model.network.forward(weights, mine.inputs, at)
+        _, kept = model.loss.forward(y, mine.targets, mine.mask)
+        own: dict[str, Array] = {}
+        for name, gradient in Stream(model.network.backward(weights, saved, model.loss.backward(kept, seed))):
+            precision.accumulate(own, name, gradient, case.precision.gradients)
+        result.append({name: np.array(precision.unscale(g, divisor)) for name, g in own.items()})
+    return result

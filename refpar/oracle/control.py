@@ -1,0 +1,130 @@
+"""Any model: two dumps of somebody's own, without a golden.
+
+refpar does not know their model, so it cannot say what is true; but a distributed run and a single-device run of the same
+program must agree as well as two single-device runs that merely add in another order. Such *control* runs give the
+threshold: the batch in another order, or an even split that is known to be right. What an element may be off by is
+``FACTOR`` times the larger of its own distance between controls and reference and the root mean square of its tensor's;
+the floor, for tensors that happen not to move, is 4u of the largest entry, u the unit roundoff of the narrower type.
+
+Without a control run there is only the floor: good for runs that should be bit-equal, or nearly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from refpar.case import HostArray
+from refpar.oracle.bounds import UNIT
+from refpar.oracle.candidate import Walk, explain, split_step, verdict
+from refpar.oracle.causes import Context
+from refpar.oracle.compare import Comparison
+from refpar.oracle.dumps import BadDump, Dump
+from refpar.oracle.parts import kind_of
+
+FACTOR = 16
+KINDS = (
+    "count", "micro count", "activation", "micro activation", "micro loss", "loss", "dp gradient", "gradient", "norm",
+    "outcome", "scale", "good", "t", "state", "parameter",
+)  # fmt: skip
+"""Kinds of values in causal order; what is of none of them comes first."""
+
+
+def against(reference: Dump, candidate: Dump, controls: Sequence[Dump] = ()) -> Comparison:
+    """Hold a dump to another one.
+
+    Parameters
+    ----------
+    reference : of the single device; whatever it has, the candidate must have
+    controls : runs that are right and rounded otherwise
+
+    Raises
+    ------
+    BadDump
+        Where a file turns out to be broken, or a control run is none: it lacks a value, or its gradients are further
+        from the reference than rounding can be.
+    """
+    names = in_causal_order(reference)
+    expected = {name: reference.read(name)[0] for name in names}
+    bound: dict[str, Any] = {}
+    for name in names:
+        dtype = candidate.values[name].dtype if name in candidate.values else str(expected[name].dtype)
+        units = [
+            UNIT[np.dtype(t)] for t in (expected[name].dtype.name, dtype) if t in ("float16", "float32", "float64")
+        ]
+        if units:
+            others = [control_value(c, i, name, expected[name]) for i, c in enumerate(controls)]
+            bound[name] = threshold(expected[name].astype(np.float64), others, max(units))
+    check_controls(expected, controls)
+    walk = Walk(candidate, expected, bound, "float16", {n: n for n in names if n in candidate.values})
+    walk.go()
+    explain(walk, lambda name: context(expected, candidate, name), {})
+    kinds = sorted({x.dtype.name for x in expected.values() if x.dtype.kind == "f"})
+    ground = f"{len(controls)} control run{'s' * (len(controls) != 1)}" if controls else "no control run"
+    comparison = verdict(walk, f"{ground}, {' and '.join(kinds)}")
+    if not controls:
+        comparison.notes.append(
+            "without a control run only 4u of a tensor's largest entry is allowed: give one by --control, the single "
+            "device with the batch in another order"
+        )
+    return comparison
+
+
+def threshold(true: HostArray, others: Sequence[HostArray], unit: float) -> HostArray:
+    """Return what each element may be off by."""
+    floor = 4 * unit * float(np.max(np.abs(true), where=np.isfinite(true), initial=0.0))
+    if not others or not true.size:
+        return np.full(true.shape, floor)
+    distance = np.abs(np.stack([x - true for x in others])).max(axis=0)
+    typical = float(np.sqrt(np.mean(np.square(distance))))
+    return np.maximum(FACTOR * np.maximum(distance, typical), floor)
+
+
+def control_value(control: Dump, number: int, name: str, true: HostArray) -> HostArray:
+    """Return a value of a control run."""
+    if name not in control.values:
+        raise BadDump(f"control run {number} has no {name}")
+    value = control.read(name)[0].astype(np.float64)
+    if value.shape != true.shape:
+        raise BadDump(f"control run {number} has {name} of shape {value.shape}, the reference of {true.shape}")
+    return value
+
+
+def check_controls(expected: Mapping[str, HostArray], controls: Sequence[Dump]) -> None:
+    """Refuse a control run that is not what the reference computes, only rounded otherwise."""
+    first = [name for name in expected if kind_of(name) == "gradient" and split_step(name)[0] == 0]
+    for number, control in enumerate(controls):
+        total = apart = 0.0
+        unit = max((UNIT[expected[name].dtype] for name in first if expected[name].dtype in UNIT), default=0.0)
+        for name in first:
+            total += float(np.sum(np.square(expected[name], dtype=np.float64)))
+            apart += float(np.sum(np.square(control.read(name)[0] - expected[name], dtype=np.float64)))
+        if not apart <= unit * total:  # as norms: the square root of u, half of the digits
+            share = np.sqrt(apart / total) if total else np.inf
+            raise BadDump(f"control run {number} is none: its gradients are off by {share:.2%}, which no rounding does")
+
+
+def in_causal_order(dump: Dump) -> list[str]:
+    """Return names by step, then by kind; within a kind as the recorder saw them, or as the file has them."""
+    place = {name: i for i, name in enumerate(dump.order or dump.values)}
+
+    def key(name: str) -> tuple[int, int, int]:
+        kind = kind_of(name)
+        return split_step(name)[0], KINDS.index(kind) if kind in KINDS else -1, place.get(name, len(place))
+
+    return sorted(dump.values, key=key)
+
+
+def context(expected: Mapping[str, HostArray], candidate: Dump, name: str) -> Context:
+    """Return what the causes of a wrong value may be made of."""
+    step, short = split_step(name)
+    true = expected[name]
+    others = {
+        key: x for key, x in expected.items()
+        if key != name and split_step(key)[0] == step and x.shape == true.shape and x.ndim
+    }  # fmt: skip
+    unit = UNIT.get(true.dtype, 2.0**-24)
+    previous = expected.get(f"step{step - 1}/{short}") if step else None
+    return Context(unit, {"ranks": float(candidate.ranks)}, previous=previous, others=others)
