@@ -103,6 +103,7 @@ def parser() -> Parser:
     p.add_argument("--steps", metavar="N", type=positive, default=4, help="optimizer steps (default: 4)")
     p.add_argument("--seed", metavar="S", type=natural, default=0, help="of initial values, dropout and batches")
     p.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
+    p.add_argument("--trace", metavar="FILE", type=Path, help="write what each rank did, and when, for ui.perfetto.dev")
     where(p)
     p.set_defaults(verb=verify)
     teaching(verbs)
@@ -151,6 +152,8 @@ def verify(options: argparse.Namespace) -> int:
 
     text = oracle.package_text() if options.data is None else read(options.data)
     opened, most = ranks_for(options, max(options.ranks) if options.ranks else None)
+    if options.trace is not None:
+        opened = recording(options)
     problem = oracle.Problem(text, options.steps, options.seed, options.ranks, opened, most)
     try:
         problem.case  # noqa: B018  (cuts the batches, or says why it cannot)
@@ -159,6 +162,8 @@ def verify(options: argparse.Namespace) -> int:
     to_stdout = options.json == "-"
     with problem.stack:
         rows = run_rows(problem, options.only or TECHNIQUES)
+    if options.trace is not None:
+        teach("write_runs", options.trace, problem.worlds.values())
     show(rows, sys.stderr if to_stdout else sys.stdout)
     if options.json:
         text_out = json.dumps(finite(oracle.report(rows, options.seed)), allow_nan=False, indent=1) + "\n"
@@ -354,6 +359,16 @@ def teach(verb: str, *arguments: Any) -> int:
         return int(getattr(verbs, verb)(*arguments))
     except verbs.Refused as error:
         raise BadInput(error) from None
+
+
+def recording(options: argparse.Namespace) -> Callable[[int], Any]:
+    """Return what opens worlds that record what their ranks do, for ``--trace``."""
+    from refpar import arrays
+    from refpar.teach.recorder import RecordedWorld
+
+    if options.transport != "processes":
+        raise BadInput("--trace records the processes of this machine: leave out --transport mpi")
+    return functools.partial(RecordedWorld, backend=arrays.chosen_backend(options.backend))
 
 
 def schedule(options: argparse.Namespace) -> int:

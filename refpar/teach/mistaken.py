@@ -26,6 +26,7 @@ from refpar.oracle.compare import compare
 from refpar.oracle.mistakes import CATALOGUE, Mistake, applied
 from refpar.oracle.verify import package_text
 from refpar.parallel import hybrid
+from refpar.parallel.assembly import RankTrace
 from refpar.teach.recorder import Recorder, probing
 from refpar.teach.toy import table
 
@@ -75,7 +76,7 @@ def problem(mistake: Mistake, steps: int) -> Case:
 # --------------------------------------------------------------------------------- a run that checks nothing
 
 
-def train_quietly(comm: Communicator, name: str, case: Case, layout: Layout) -> hybrid.RankTrace:
+def train_quietly(comm: Communicator, name: str, case: Case, layout: Layout) -> RankTrace:
     """Run this rank's part with the mistake, and let replicas drift apart."""
 
     def nothing(recorder: Recorder, right: Any, *args: Any) -> None:

@@ -90,16 +90,18 @@ def _happened(run: int, thread: int, event: Event) -> dict[str, Any]:
 
 def _messages(number: int, run: Run) -> list[dict[str, Any]]:
     """Return an arrow for each message: the n-th that a rank sends to another is the n-th that this one gets."""
-    sent = {}
-    arrows = []
+    sent: dict[tuple[int, int, int | None], Event] = {}
+    arrows: list[dict[str, Any]] = []
     for rank, happened in enumerate(run.ranks):
         for event in happened:
             if event.to is not None:
                 sent[rank, event.to, event.number_sent] = event
     for rank, happened in enumerate(run.ranks):
         for event in happened:
-            message = sent.get((event.source, rank, event.number_received)) if event.kind == "wait" else None
-            if message is not None and event.received and event.source is not None:
+            if event.kind != "wait" or event.source is None or not event.received:
+                continue
+            message = sent.get((event.source, rank, event.number_received))
+            if message is not None:
                 here, there = _thread(number, rank), _thread(number, event.source)
                 leaves, comes = message.start / 1000, max(event.end / 1000 - 0.001, message.start / 1000)
                 arrows += _arrow(len(arrows), event.name, (number, there, leaves), (number, here, comes))

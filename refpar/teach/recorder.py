@@ -100,6 +100,9 @@ class RecordedWorld(World):
         super().__init__(ranks, **options)
         self.runs: list[Run] = []
 
+    def __enter__(self) -> RecordedWorld:
+        return self
+
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call ``fn(comm, *args)`` on every rank, as :meth:`World.run` does, and record it."""
         results, events = zip(*super().run(record, fn, args), strict=True)

@@ -91,9 +91,8 @@ def report(
     validate(schedule)
     counts = f"{len(schedule)} stages, {_micro_batches(schedule)} micro-batches"
     title = f"{name}, {counts}, forward costs {forward}, backward {backward}"
-    costs = {"forward": forward, "backward": backward}
-    ideal = simulate(schedule, **costs)
-    limited = ideal if capacity is None else simulate(schedule, capacity=capacity, **costs)
+    ideal = simulate(schedule, forward=forward, backward=backward)
+    limited = ideal if capacity is None else simulate(schedule, capacity=capacity, forward=forward, backward=backward)
     return Report(title, schedule, ideal, limited)
 
 

@@ -35,7 +35,7 @@ def tell_checkpoint() -> Story:
     same = [name for name in plain if np.array_equal(plain[name], again[name])]
     yield from section("what it costs and what it changes")
     more = [len(seen.notes(0, "layer")) for seen in runs.values()]
-    yield f"{more[1] - more[0]} layers ran forward twice. Of {len(plain)} gradients {len(same)} have the same bits as without."
+    yield f"{more[1] - more[0]} layers ran forward twice. Of {len(plain)} gradients {len(same)} have the same bits."
     yield "First and last layer are left alone: the last runs backward at once, recomputing it would save nothing."
     return (yield from verdict(runs["segments of 2 layers"].trace))
 
@@ -118,7 +118,7 @@ def tell_fp16() -> Story:
     yield from section("what the master remembers")
     yield f"Learning rate {numbers(case.optimizer.lr)}: w[0] = 1 - {numbers(case.optimizer.lr)} * 2^-25 = 1 - 2^-23."
     yield f"  master, float32   {float(master)!r} = 1 - {power(1 - float(master))}"
-    yield f"  weight, float16   {float(half)!r}: the next half below 1 is 1 - 2^-11; without a master nothing would change"
+    yield f"  weight, float16   {float(half)!r}: the next half below 1 is 1 - 2^-11; the step is lost there"
     with np.errstate(over="ignore"):
         truth = single.train(case)
     return (yield from verdict(seen.trace, truth))

@@ -40,7 +40,7 @@ def tell_tp() -> Story:
         ]
     )
     yield from section("backward")
-    yield "Both have all of y, hence all of its gradient; each gets the gradients of what it holds, both the same of b1."
+    yield "Both have all of y, hence all of its gradient; each gets the gradients of what it holds."
     yield from by_name("", [(f"rank {rank}", dict(seen.notes(rank, "gradient"))) for rank in range(2)])
     yield "f: each rank knows only what its own h contributes to the gradient of x, so these are summed."
     parts = [seen.notes(rank, "f")[0] for rank in range(2)]
@@ -147,14 +147,14 @@ def tell_hybrid() -> Story:
         yield f"  g: {', '.join(gives)}; both get {numbers(parts[0][1])}, and add b1"
     yield from section("backward")
     for rank in range(layout.ranks):
-        mine = dict(seen.notes(rank, "gradient"))
-        yield f"  rank {rank} has for its rows {', '.join(f'{SHORT[n]}: {numbers(g)}' for n, g in mine.items())}"
+        alone = ", ".join(f"{SHORT[name]}: {numbers(g)}" for name, g in seen.notes(rank, "gradient"))
+        yield f"  rank {rank} has for its rows {alone}"
     yield from section("all-reduce between replicas")
     for pair in [(0, 2), (1, 3), (4, 6), (5, 7)]:
         view = Watched(seen.trace, [seen.ranks[rank] for rank in pair])
         for names, _, notes in collectives(view):
-            gives = ", ".join(f"rank {rank} gives {numbers(note[1])}" for rank, note in zip(pair, notes, strict=True))
-            yield f"  {spell(names)}: {gives}; both get {numbers(notes[0][2])}"
+            both = ", ".join(f"rank {rank} gives {numbers(note[1])}" for rank, note in zip(pair, notes, strict=True))
+            yield f"  {spell(names)}: {both}; both get {numbers(notes[0][2])}"
     yield from update(seen, "each rank what it holds")
     yield from section("sent, in elements, by group")
     groups = ("tp", "pp", "dp", "world")

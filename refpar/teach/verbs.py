@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from refpar.teach.recorder import Run
+    from refpar.teach.recorder import RecordedWorld
 
 RIGHT, WRONG = 0, 1
 
@@ -57,7 +57,10 @@ def schedule(
     if plot is not None:
         from refpar.teach import figures
 
-        figures.save(figures.timelines({report.title: report.ideal}), plot)
+        try:
+            figures.save(figures.timelines({report.title: report.ideal}), plot)
+        except ValueError as error:
+            raise Refused(f"--plot {error}") from None
     return RIGHT if report.finished else WRONG
 
 
@@ -166,8 +169,10 @@ def write_trace(path: Path, file: dict[str, Any]) -> None:
         raise Refused(f"--trace {path}: {error.strerror}") from None
 
 
-def write_runs(path: Path, runs: Iterable[Run]) -> None:
-    """Write what ranks did as a trace-event file."""
+def write_runs(path: Path, worlds: Iterable[RecordedWorld]) -> int:
+    """Write all that the ranks of some worlds did as a trace-event file, in the order in which it was begun."""
     from refpar.teach import perfetto
 
-    write_trace(path, perfetto.of_runs(runs))
+    runs = [run for world in worlds for run in world.runs]
+    write_trace(path, perfetto.of_runs(sorted(runs, key=lambda run: min(e.start for rank in run.ranks for e in rank))))
+    return RIGHT

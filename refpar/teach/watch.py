@@ -6,7 +6,7 @@ Everything a narration says comes from here, out of the run itself; see :func:`r
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,7 @@ from refpar.comm.communicator import Communicator
 from refpar.comm.processes import World
 from refpar.nn.layer import live_bytes
 from refpar.parallel import hybrid
+from refpar.parallel.assembly import collect
 from refpar.teach.recorder import Event, Recorder, record
 
 
@@ -46,7 +47,7 @@ class Watched:
 def watch(case: Case, layout: Layout, world: World) -> Watched:
     """Run ``case`` in ``layout`` and look."""
     results, ranks = zip(*world.run(watched, case, layout), strict=True)
-    return Watched(hybrid.collect(case, layout, list(results)), list(ranks))
+    return Watched(collect(case, layout, list(results)), list(ranks))
 
 
 def watched(comm: Communicator, case: Case, layout: Layout) -> tuple[Any, list[Event]]:
@@ -115,7 +116,7 @@ def _conjugate(kind: str) -> Callable[..., Any]:
         recorder.note(kind, (copy(x), copy(y)))
         return y, saved
 
-    def backward(recorder: Recorder, right: Right, layer: Any, params: Any, saved: Any, dy: Any) -> Iterator[Any]:
+    def backward(recorder: Recorder, right: Right, layer: Any, params: Any, saved: Any, dy: Any) -> Any:
         dx = yield from right(layer, params, saved, dy)
         recorder.note(kind, (copy(dy), copy(dx)))
         return dx
