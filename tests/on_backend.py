@@ -1,0 +1,69 @@
+"""What the tests of the backend flag run on the ranks."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import strictpy
+
+from refpar.comm import Communicator, ring
+
+
+def where(comm: Communicator) -> dict[str, Any]:
+    """Return what this rank computes with, on which device, and how it was started."""
+    started = Path("/proc/self/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    return {
+        "xp": comm.xp.__name__,
+        "in parts of the world": comm.split(comm.rank % 2).xp.__name__,
+        "device": getattr(comm.xp, "Device", None) and comm.xp.Device.chosen,
+        "spawned": "spawn_main" in started and os.getppid(),
+    }
+
+
+def results(comm: Communicator) -> Any:
+    """Return arrays of the backend, at several depths."""
+    x = comm.xp.arange(3.0) + comm.rank
+    return x, {"nested": [x.sum(), x.T]}
+
+
+def events_of_transfers(comm: Communicator) -> list[str]:
+    """Call everything that communicates; return, in order, every copy to the device, wait for it, and slot given away.
+
+    On a GPU a copy from the host may still be under way when the call returns. What it reads must not be given away
+    before the host has waited.
+    """
+    log: list[str] = []
+    asarray, region = strictpy.asarray, comm.transport.region
+    post = region.post
+
+    def logging_asarray(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, np.ndarray):
+            log.append("copy from a slot" if np.shares_memory(x, region.bytes) else "copy from the host")
+        return asarray(x, *args, **kwargs)
+
+    def logging_post(semaphore: Any) -> int:
+        log.append("give away")
+        return int(post(semaphore))
+
+    def logging_synchronize(self: Any) -> None:
+        log.append("wait")
+
+    stream = type(strictpy.cuda.get_current_stream())
+    synchronize = stream.synchronize
+    x = asarray(np.arange(12.0).reshape(3, 4) + comm.rank)
+    strictpy.asarray, region.post, stream.synchronize = logging_asarray, logging_post, logging_synchronize
+    try:
+        ring.all_reduce(comm, x)
+        ring.all_reduce(comm, x, "max")
+        ring.reduce_scatter(comm, x)
+        ring.all_gather(comm, x)
+        ring.broadcast(comm, x, comm.size - 1)
+        ring.all_to_all(comm, strictpy.stack([x] * comm.size))
+        comm.sendrecv(x, (comm.rank + 1) % comm.size, strictpy.empty((3, 4)), (comm.rank - 1) % comm.size)
+        log.append("give away")  # the buffer in which recv has collected the message is free again
+    finally:
+        strictpy.asarray, region.post, stream.synchronize = asarray, post, synchronize
+    return log
