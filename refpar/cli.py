@@ -108,6 +108,7 @@ def parser() -> Parser:
     p.set_defaults(verb=verify)
     teaching(verbs)
     planning(verbs)
+    checking(verbs)
     return top
 
 
@@ -261,7 +262,7 @@ def read(path: Path) -> bytes:
         raise BadInput(f"--data {path}: {error.strerror}") from None
 
 
-def write(path: Path, text: str) -> None:
+def write(path: Path, text: str, option: str = "--json") -> None:
     """Write a file whole or not at all."""
     if "mpi4py" in sys.modules:
         from refpar.comm import mpi
@@ -273,7 +274,7 @@ def write(path: Path, text: str) -> None:
             file.write(text)
         os.replace(file.name, path)
     except OSError as error:
-        raise BadInput(f"--json {path}: {error.strerror}") from None
+        raise BadInput(f"{option} {path}: {error.strerror}") from None
 
 
 def names(text: str) -> list[str]:
@@ -447,3 +448,91 @@ def on_paper(options: argparse.Namespace) -> int:
         else:
             write(Path(options.json), text)
     return status
+
+
+# ------------------------------------------------------------- verbs that check others: golden, compare
+
+
+def checking(verbs: Any) -> None:
+    """Add ``golden`` and ``compare``."""
+    p = verbs.add_parser(
+        "golden",
+        help="write a case and its answer, for other people's implementations",
+        description="Write a folder with a complete problem, its answer in float64 and what an honest implementation may "
+        "differ by, in files that a program in any language can use without refpar.",
+    )
+    p.add_argument("name", metavar="NAME", nargs="?", help="of a case; --list shows them")
+    p.add_argument("--list", action="store_true", help="print the named cases, one a line")
+    p.add_argument("--format", action="store_true", help="print what is in the files, and what is promised of them")
+    p.add_argument("--case", metavar="FILE", type=Path, help="a case of your own, as JSON")
+    p.add_argument("-o", "--output", metavar="DIR", type=Path, help="the folder to write; must not exist yet")
+    p.add_argument("--dtype", choices=("float16", "float32", "float64"), help="that candidates compute in")
+    p.set_defaults(verb=golden)
+    p = verbs.add_parser(
+        "compare",
+        help="hold somebody's numbers to a golden, or to their own single-device run",
+        usage="refpar compare GOLDEN CANDIDATE… [options]\n"
+        "       refpar compare --reference DUMP CANDIDATE… [--control DUMP …] [options]",
+        description="Walk the values of a dump in causal order and report the first that is wrong. A dump is a "
+        ".safetensors or .npz file, several (one a rank), or a folder of them.",
+    )
+    p.add_argument("paths", metavar="PATH", nargs="+", type=Path, help=argparse.SUPPRESS)
+    p.add_argument("--reference", metavar="DUMP", type=Path, help="a dump of your own single-device run, for any model")
+    p.add_argument(
+        "--control", metavar="DUMP", type=Path, action="append", default=[],
+        help="another run that is right, such as the single device with the batch in another order: sets the threshold",
+    )  # fmt: skip
+    p.add_argument("--sharding", metavar="FILE", type=Path, help="JSON that says how the ranks' pieces make a whole")
+    p.add_argument("--steps", metavar="N", type=positive, help="compare the first N steps only")
+    p.add_argument("--sha256", metavar="HEX", help="the golden must be the one with this checksum")
+    p.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
+    p.add_argument("--junit", metavar="PATH", type=Path, help="write the results as JUnit XML")
+    p.set_defaults(verb=comparison)
+
+
+def golden(options: argparse.Namespace) -> int:
+    """``refpar golden``."""
+    from refpar.oracle import verbs
+    from refpar.oracle.golden import BadGolden
+
+    try:
+        text = verbs.golden_text(
+            options.name, options.case, options.output, options.dtype, listed=options.list, explained=options.format
+        )
+    except (BadGolden, ValueError) as error:
+        raise BadInput(error) from None
+    except OSError as error:
+        raise BadInput(f"-o {options.output}: {error.strerror}") from None
+    print(text)
+    return MATCHED
+
+
+def comparison(options: argparse.Namespace) -> int:
+    """``refpar compare``."""
+    from refpar.oracle import verbs
+    from refpar.oracle.dumps import BadDump
+    from refpar.oracle.golden import BadGolden
+
+    try:
+        result, name, digest = verbs.compare(
+            options.paths,
+            reference=options.reference,
+            controls=options.control,
+            sharding=options.sharding,
+            steps=options.steps,
+            sha256=options.sha256,
+        )
+    except (BadGolden, BadDump, ValueError) as error:
+        raise BadInput(error) from None
+    text, report, junit = verbs.report(result, name, digest)
+    to_stdout = options.json == "-"
+    print(text, file=sys.stderr if to_stdout else sys.stdout)
+    if options.json:
+        out = json.dumps(finite(report), allow_nan=False, indent=1) + "\n"
+        if to_stdout:
+            sys.stdout.write(out)
+        else:
+            write(Path(options.json), out)
+    if options.junit:
+        write(options.junit, junit, "--junit")
+    return MATCHED if result.ok else MISMATCH

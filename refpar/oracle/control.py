@@ -1,10 +1,11 @@
 """Any model: two dumps of somebody's own, without a golden.
 
-refpar does not know their model, so it cannot say what is true; but a distributed run and a single-device run of the same
+refpar does not know their model, so it cannot say what is true; but a distributed run and a single-device run of one
 program must agree as well as two single-device runs that merely add in another order. Such *control* runs give the
 threshold: the batch in another order, or an even split that is known to be right. What an element may be off by is
-``FACTOR`` times the larger of its own distance between controls and reference and the root mean square of its tensor's;
-the floor, for tensors that happen not to move, is 4u of the largest entry, u the unit roundoff of the narrower type.
+``FACTOR`` times the larger of its own distance between controls and reference and the root mean square of its
+tensor's; the floor, for tensors that happen not to move, is 4u of the largest entry, u the unit roundoff of the
+narrower type.
 
 Without a control run there is only the floor: good for runs that should be bit-equal, or nearly.
 """

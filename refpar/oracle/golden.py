@@ -551,6 +551,13 @@ def read_case(path: Path) -> tuple[str, str, Case, Layout]:
         raise BadGolden(f"{path}: {' '.join(str(error).split())}") from None
 
 
+def in_dtype(case: Case, dtype: str | None) -> Case:
+    """Return a case that computes in ``dtype``; None leaves it as it is."""
+    if dtype is None or dtype == case.precision.compute:
+        return case
+    return dataclasses.replace(case, precision=Precision(dtype, loss_scale=case.precision.loss_scale))
+
+
 def drawn(model: MLP | GPT, seed: int, *, steps: int, rows: int, masked: int) -> dict[str, HostArray]:
     """Return batches drawn from a seed: numbers that are multiples of 2^-10, or tokens whose rows end early."""
     inputs: dict[str, HostArray] = {}
