@@ -27,7 +27,7 @@ from refpar.arrays import Array, array_module
 from refpar.case import Case, Layout, Trace
 from refpar.comm.communicator import Communicator
 from refpar.comm.processes import World
-from refpar.parallel import hybrid
+from refpar.parallel import assembly, hybrid
 
 
 @dataclass(frozen=True)
@@ -133,10 +133,10 @@ def resolve(target: str) -> tuple[Any, str]:
 
 def run(name: str, case: Case, layout: Layout, *, world: World) -> Trace:
     """Run ``case`` in ``layout`` with the mistake ``name`` made on every rank."""
-    return hybrid.collect(case, layout, world.run(train, name, case, layout))
+    return assembly.collect(case, layout, world.run(train, name, case, layout))
 
 
-def train(comm: Communicator, name: str, case: Case, layout: Layout) -> hybrid.RankTrace:
+def train(comm: Communicator, name: str, case: Case, layout: Layout) -> assembly.RankTrace:
     """Run this rank's part of ``case`` with a mistake."""
     with applied(name):
         return hybrid.train(comm, case, layout)
