@@ -458,8 +458,8 @@ def checking(verbs: Any) -> None:
     p = verbs.add_parser(
         "golden",
         help="write a case and its answer, for other people's implementations",
-        description="Write a folder with a complete problem, its answer in float64 and what an honest implementation may "
-        "differ by, in files that a program in any language can use without refpar.",
+        description="Write a folder with a complete problem, its answer in float64 and what an honest implementation "
+        "may differ by, in files that a program in any language can use without refpar.",
     )
     p.add_argument("name", metavar="NAME", nargs="?", help="of a case; --list shows them")
     p.add_argument("--list", action="store_true", help="print the named cases, one a line")

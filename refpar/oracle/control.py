@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from refpar.case import HostArray
-from refpar.oracle.bounds import UNIT
 from refpar.oracle.candidate import Walk, explain, split_step, verdict
 from refpar.oracle.causes import Context
 from refpar.oracle.compare import Comparison
 from refpar.oracle.dumps import BadDump, Dump
 from refpar.oracle.parts import kind_of
+from refpar.oracle.stochastic import UNIT
 
 FACTOR = 16
 KINDS = (
@@ -80,7 +80,8 @@ def threshold(true: HostArray, others: Sequence[HostArray], unit: float) -> Host
         return np.full(true.shape, floor)
     distance = np.abs(np.stack([x - true for x in others])).max(axis=0)
     typical = float(np.sqrt(np.mean(np.square(distance))))
-    return np.maximum(FACTOR * np.maximum(distance, typical), floor)
+    allowed: HostArray = np.maximum(FACTOR * np.maximum(distance, typical), floor)
+    return allowed
 
 
 def control_value(control: Dump, number: int, name: str, true: HostArray) -> HostArray:

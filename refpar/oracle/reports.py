@@ -49,10 +49,12 @@ def first_lines(first: Divergence, comparison: Comparison) -> list[str]:
 def headline(comparison: Comparison, name: str) -> str:
     """Return the last line."""
     if comparison.ok:
-        return (
-            f"{name} matches: {comparison.compared} values, the nearest to its bound off by "
-            f"{comparison.max_error:.3g} of {comparison.bound:.3g} allowed ({comparison.bound_kind})"
+        nearest = (
+            f"the nearest to its bound off by {comparison.max_error:.3g} of {comparison.bound:.3g} allowed"
+            if comparison.max_error
+            else "all equal"
         )
+        return f"{name} matches: {comparison.compared} values, {nearest} ({comparison.bound_kind})"
     return f"{name} differs: {len(comparison.divergences)} of {comparison.compared} values ({comparison.bound_kind})"
 
 
