@@ -48,14 +48,17 @@ class Tally:
 
     @property
     def messages_sent(self) -> int:
+        """Messages in all."""
         return self.total().messages
 
     @property
     def elements_sent(self) -> int:
+        """Elements in all."""
         return self.total().elements
 
     @property
     def bytes_sent(self) -> int:
+        """Bytes in all."""
         return self.total().bytes
 
 

@@ -128,6 +128,7 @@ class Region:
         return _attach, (reduction.DupFd(self.fd), self.size)
 
     def bell(self, rank: int) -> ctypes.c_void_p:
+        """Return the semaphore that a rank sleeps on."""
         return ctypes.c_void_p(self._address + self._bells + rank * 64)
 
     def counters(self, source: int, dest: int) -> tuple[ctypes.c_void_p, ctypes.c_void_p]:
@@ -154,6 +155,7 @@ class Region:
         return False
 
     def count(self, semaphore: ctypes.c_void_p) -> int:
+        """Return how often a semaphore can be taken."""
         value = ctypes.c_int()
         self._get_value(semaphore, ctypes.byref(value))
         return value.value
@@ -164,6 +166,7 @@ class Region:
         return [pair for pair in pairs if self.count(self.counters(*pair)[0])]
 
     def status(self, rank: int) -> Status:
+        """Return what a rank says that it is doing."""
         fields = STATUS.unpack_from(self.memory, rank * STATUS_BYTES)
         changes, looks, run, state, waits_for, length, text = fields
         return Status(changes, looks, run, state, waits_for, text[:length].decode(errors="replace"))
@@ -443,6 +446,7 @@ class Chain:
         return last.state == WAITING and last.waits_for == rank
 
     def same_waits(self, before: Chain) -> bool:
+        """Say whether the same ranks wait as before, in the same state."""
         return [(r, s.changes) for r, s in self.waits] == [(r, s.changes) for r, s in before.waits]
 
     def unchanged_since(self, before: Chain) -> bool:

@@ -203,6 +203,7 @@ class Pool:
             self.sources[fd] = rank, is_end
 
     def run(self, number: int, call: bytes) -> list[Any]:
+        """Let every rank make a call, and return the results, by rank."""
         for rank, pipe in enumerate(self.pipes):
             try:
                 pipe.send_bytes(number.to_bytes(8, "little") + call)

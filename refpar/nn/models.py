@@ -88,6 +88,7 @@ class MLP:
         _one_of("init", self.init, ("uniform", "integers"))
 
     def build(self) -> Model:
+        """Return the network as units, with names, shapes and initial values but no numbers yet."""
         layers = len(self.widths) - 1
         init = None if self.init == "uniform" else self.init
         units: list[tuple[str, Layer]] = []
@@ -136,6 +137,7 @@ class GPT:
         _one_of("activation", self.activation, ("gelu", "relu"))
 
     def build(self) -> Model:
+        """Return the network as units, with names, shapes and initial values but no numbers yet."""
         token = "embedding.token"
         embedding = Sequential(
             [

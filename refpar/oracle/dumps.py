@@ -66,6 +66,7 @@ class Entry:
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return math.prod(self.shape)
 
 
@@ -232,6 +233,7 @@ class Dump:
 
     @property
     def ranks(self) -> int:
+        """Number of ranks it comes from."""
         return len(self.files)
 
     def read(self, name: str) -> tuple[HostArray, str]:

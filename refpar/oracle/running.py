@@ -85,6 +85,7 @@ class Carried:
 
     @property
     def T(self) -> Carried:
+        """Transposed."""
         return Carried(self.value.T, self.error.T, self.grain)
 
     def __getitem__(self, index: Any) -> Carried:

@@ -231,6 +231,7 @@ class Gathered:
         return (yield from self.layer.backward(self.gather(), saved, dy))
 
     def gather(self) -> Params:
+        """Return the whole weights of this layer, for as long as the caller keeps them."""
         whole = self.store.gather(list(self.specs))
         for weight in whole.values():
             lock(weight)

@@ -348,13 +348,16 @@ class Weigher:
         self.known: dict[tuple[Tensor, int], int] = {}
 
     def grid(self, rows: int) -> Grid:
+        """Return the sizes that tensors of so many rows have on this rank."""
         return Grid(rows, self.tokens, self.setup.tp, self.t, self.setup.sequence_parallel)
 
     def dtype(self, tensor: Tensor) -> str:
+        """Return the type in which a tensor is kept."""
         kinds = {"activation": self.recipe.activations, "sum": self.recipe.accumulator}
         return kinds.get(tensor.dtype, tensor.dtype)
 
     def bytes(self, entries: Iterable[Entry], rows: int) -> int:
+        """Return the bytes of entries together."""
         total = 0
         for _, tensor in entries:
             key = tensor, rows
