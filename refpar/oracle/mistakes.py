@@ -20,11 +20,11 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from refpar.arrays import Array, array_module
-from refpar.case import Case, Layout, Trace
+from refpar.case import Batch, Case, Layout, State, Trace
 from refpar.comm.communicator import Communicator
 from refpar.comm.processes import World
 from refpar.parallel import assembly, hybrid
@@ -46,6 +46,7 @@ class Mistake:
         ``"replicas"`` where ranks that should hold equal weights do not, ``"agreement"`` where they report
         different counts, losses or norms, ``"mismatch"`` where they are not in the same collective
     clip : the limit on the gradient's norm with which it shows
+    resumed : whether it is made when a run is resumed
     """
 
     name: str
@@ -56,6 +57,7 @@ class Mistake:
     layout: Layout
     seen: str
     clip: float
+    resumed: bool = False
 
     @property
     def what(self) -> str:
@@ -69,12 +71,14 @@ SECTIONS: list[str] = []
 Wrong = Callable[..., Any]
 
 
-def mistake(target: str, *bugs: str, layout: str, seen: str, clip: float = 0.05) -> Callable[[Wrong], Wrong]:
+def mistake(
+    target: str, *bugs: str, layout: str, seen: str, clip: float = 0.05, resumed: bool = False
+) -> Callable[[Wrong], Wrong]:
     """Enter the decorated function into the catalogue under its own name."""
 
     def enter(wrong: Wrong) -> Wrong:
         name = wrong.__name__
-        CATALOGUE[name] = Mistake(name, target, wrong, bugs, SECTIONS[-1], Layout.parse(layout), seen, clip)
+        CATALOGUE[name] = Mistake(name, target, wrong, bugs, SECTIONS[-1], Layout.parse(layout), seen, clip, resumed)
         return wrong
 
     return enter
@@ -132,14 +136,22 @@ def resolve(target: str) -> tuple[Any, str]:
 
 
 def run(name: str, case: Case, layout: Layout, *, world: World) -> Trace:
-    """Run ``case`` in ``layout`` with the mistake ``name`` made on every rank."""
-    return assembly.collect(case, layout, world.run(train, name, case, layout))
+    """Run ``case`` in ``layout`` with the mistake ``name`` made on every rank.
+
+    One that is made when a run is resumed is made after the first half of the steps, which are right.
+    """
+    if not CATALOGUE[name].resumed:
+        return assembly.collect(case, layout, world.run(train, name, case, layout))
+    half = replace(case, batches=case.batches[: len(case.batches) // 2])
+    first = hybrid.run(half, layout, world=world)
+    second = assembly.collect(case, layout, world.run(train, name, case, layout, State.after(first)))
+    return replace(second, steps=[*first.steps, *second.steps][: len(case.batches)], begun=0)
 
 
-def train(comm: Communicator, name: str, case: Case, layout: Layout) -> assembly.RankTrace:
+def train(comm: Communicator, name: str, case: Case, layout: Layout, start: State | None = None) -> assembly.RankTrace:
     """Run this rank's part of ``case`` with a mistake."""
     with applied(name):
-        return hybrid.train(comm, case, layout)
+        return hybrid.train(comm, case, layout, start)
 
 
 section("averaging and counting")
@@ -325,3 +337,180 @@ def nothing_clipped(right: Wrong, norm: float, max_norm: float | None) -> float:
 def everything_decays(right: Wrong, spec: Any) -> bool:
     """Weight decay applies to biases and norms too."""
     return True
+
+
+section("tensor parallel")
+
+
+@mistake("refpar.parallel.tensor:rewrite", "slapo#10", "MinivLLM#80", layout="tp=2", seen="loss")
+def bias_added_on_every_rank(right: Wrong, layer: Any, comm: Communicator) -> Any:
+    """A row-parallel layer adds its bias before the sum over ranks: it counts as often as there are ranks."""
+    from refpar.nn.layer import Sequential
+    from refpar.nn.layers import Linear
+    from refpar.parallel.tensor import G
+
+    if isinstance(layer, Linear) and layer.axis is not None and layer.axis < len(layer.in_shape):
+        return Sequential([replace(layer, unrounded_y=True), G(comm)])
+    return right(layer, comm)
+
+
+@mistake("refpar.parallel.tensor:F.backward", "pytorch/torchtitan@ecae62f15", layout="tp=2", seen="replicas")
+def input_gradient_of_columns_not_summed(right: Wrong, self: Any, params: Any, saved: Any, dy: Array) -> Any:
+    """Below a column-parallel layer each rank goes on with the gradient of its own columns: all is too small."""
+    yield from ()
+    return dy.astype(saved, copy=False)
+
+
+@mistake("refpar.parallel.placement:slice_initial", "NVIDIA-NeMo/Automodel#1324", "hpcaitech/ColossalAI#817",
+         layout="tp=2", seen="loss")  # fmt: skip
+def fused_projection_cut_as_one_block(right: Wrong, whole: Array, spec: Any, tp: int, t: int) -> Array:
+    """Queries, keys and values are cut as one block: the first rank gets queries and half of the keys."""
+    if spec.axis is None or len(spec.shape) < 2 or spec.shape[spec.axis - 1] != 3:
+        return right(whole, spec, tp, t)
+    before, after = spec.shape[: spec.axis - 1], spec.shape[spec.axis + 1 :]
+    heads = len(range(spec.shape[spec.axis])[whole_slices(spec, tp, t)])
+    first = 3 * whole_slices(spec, tp, t).start
+    fused = whole.reshape(*before, 3 * spec.shape[spec.axis], *after)
+    block = fused.take(range(first, first + 3 * heads), axis=len(before))
+    return block.reshape(*before, 3, heads, *after)
+
+
+def whole_slices(spec: Any, tp: int, t: int) -> slice:
+    """Return which part of its axis rank ``t`` holds."""
+    from refpar.parallel.placement import slices
+
+    mine: slice = slices(spec, tp, t)[spec.axis]
+    return mine
+
+
+@mistake("refpar.parallel.tensor:VocabularyCrossEntropy.forward", "NVIDIA/Megatron-LM#7452", layout="tp=2", seen="loss")
+def loss_of_gathered_logits(right: Wrong, self: Any, y: Array, targets: Array, mask: Array) -> Any:
+    """Each rank hands the loss all logits instead of its own: every word counts tp times in the normaliser."""
+    loss, (probabilities, *rest) = right(self, y, targets, mask)
+    return loss + mask.sum() * math.log(self.comm.size), (probabilities / self.comm.size, *rest)
+
+
+@mistake("refpar.nn.layers:Attention.forward", "NVIDIA/Megatron-LM#206", layout="tp=3", seen="loss")
+def dropout_the_same_in_every_slice(right: Wrong, self: Any, params: Any, x: Array, at: Any) -> Any:
+    """Every tensor-parallel rank drops in its heads what the first rank drops in its own."""
+    start, stop, heads = self.heads
+    return right(replace(self, heads=(0, stop - start, heads)), params, x, at)
+
+
+@mistake("refpar.parallel.hybrid:owner_in_norm", "microsoft/DeepSpeed#5411", "NVIDIA/Megatron-LM@efd25df904",
+         layout="tp=2", seen="norm")  # fmt: skip
+def slices_counted_on_the_first_rank_only(right: Wrong, mesh: Any, name: str) -> bool:
+    """In the norm every tensor-parallel rank but the first is taken for a copy: their slices are left out."""
+    return bool(right(mesh, name) and mesh.tp.rank == 0)
+
+
+@mistake("refpar.parallel.hybrid:owner_in_norm", "NVIDIA/Megatron-LM@4ff2c96368", layout="tp=2", seen="norm")
+def replicated_counted_on_every_slice(right: Wrong, mesh: Any, name: str) -> bool:
+    """What all tensor-parallel ranks hold whole is counted in the norm by each of them."""
+    return bool(right(mesh, name) or mesh.specs[name].axis is None)
+
+
+@mistake("refpar.parallel.hybrid:clipped", "NVIDIA/Megatron-LM@6191ff593f", layout="tp=2", seen="replicas")
+def copies_not_clipped(right: Wrong, mesh: Any, name: str, gradient: Array, factor: float) -> Array:
+    """Only what a rank counts in the norm is clipped, so that copies on other ranks drift away."""
+    return right(mesh, name, gradient, factor) if mesh.owner(name) else gradient
+
+
+section("pipelines")
+
+
+@mistake("refpar.parallel.pipeline:labels", "microsoft/DeepSpeed#5729", layout="pp=2,micro_batches=7", seen="loss")
+def labels_of_the_next_micro_batch(right: Wrong, micro_batches: Sequence[Batch], m: int) -> tuple[Array, Array]:
+    """The last stage takes labels from its own loader, which is one micro-batch ahead of what arrives."""
+    labels: tuple[Array, Array] = right(micro_batches, (m + 1) % len(micro_batches))
+    return labels
+
+
+@mistake("refpar.parallel.pipeline:Stage.receive_gradient", "microsoft/DeepSpeed#8154", layout="pp=2,micro_batches=3",
+         seen="gradient")  # fmt: skip
+def scaled_again_on_each_stage(right: Wrong, self: Any, m: int) -> Array:
+    """Every stage divides what it receives by the number of micro-batches once more."""
+    return right(self, m) / len(self.micro_batches)
+
+
+@mistake("refpar.parallel.pipeline:is_last", "microsoft/DeepSpeed#1264", layout="dp=2,pp=2,zero=1,micro_batches=3",
+         seen="gradient")  # fmt: skip
+def every_micro_batch_taken_for_the_last(right: Wrong, backwards: int, micro_batches: int) -> bool:
+    """The optimizer is not told where accumulation ends, and reduces the first micro-batch as if it were all."""
+    return True
+
+
+@mistake("refpar.parallel.hybrid:tied_sum", "uw-syfi/piper#25", "NVIDIA/Megatron-LM#299", layout="pp=2",
+         seen="replicas")  # fmt: skip
+def tied_copies_not_summed(right: Wrong, mesh: Any, store: Any, types: Any) -> dict[str, Array]:
+    """First and last stage update the embedding that they share, each with its own gradient."""
+    gradients: dict[str, Array] = store.reduced()
+    return gradients
+
+
+@mistake("refpar.parallel.hybrid:owner_in_norm", "NVIDIA/Megatron-LM#5916", layout="pp=2", seen="norm")
+def tied_weight_counted_on_both_stages(right: Wrong, mesh: Any, name: str) -> bool:
+    """The gradient of the shared embedding is in the norm twice, once for each stage that holds it."""
+    return bool(right(mesh, name) or mesh.tied.get(name) is not None)
+
+
+@mistake("refpar.parallel.hybrid:agree", "pytorch/torchtitan#649", layout="pp=2", seen="replicas")
+def each_stage_clips_by_its_own_norm(right: Wrong, world: Communicator, loss_sum: float, counted: Any, seen: Any,
+                                     *rest: Any) -> tuple[float, float, bool]:  # fmt: skip
+    """The norm is not summed over the stages, and each of them clips by that of its own part."""
+    from refpar import optim
+
+    counted = list(counted)
+    loss, _, overflow = right(world, loss_sum, counted, seen, *rest)
+    return loss, math.sqrt(sum(optim.squared_norm(g) for g in counted)), overflow
+
+
+@mistake("refpar.parallel.hybrid:count_everywhere", "NVIDIA/Megatron-LM@adfa873d96", layout="pp=2", seen="agreement")
+def count_known_on_the_last_stage_only(right: Wrong, world: Communicator, tokens: int) -> int:
+    """All stages but the last divide by one token, because only the last has seen the labels."""
+    count: int = right(world, tokens)
+    return count if world.rank == world.size - 1 else 1
+
+
+@mistake("refpar.parallel.pipeline:Stage.room", "NVIDIA/Megatron-LM@ff7b28f462", layout="pp=2", seen="mismatch")
+def received_in_another_type(right: Wrong, self: Any, m: int, shape: tuple[int, ...]) -> Array:
+    """What comes over a boundary is received in float32, whatever was sent."""
+    return right(self, m, shape).astype("float32")
+
+
+section("saving and resuming")
+
+
+@mistake("refpar.parallel.hybrid:beginning", "microsoft/DeepSpeed#4396", layout="dp=1", seen="t", resumed=True)
+def step_count_not_saved(right: Wrong, case: Case, start: State | None) -> State:
+    """Adam begins to count its steps again, and corrects moments that are old as if they were new."""
+    begin: State = right(case, start)
+    return replace(begin, t=0)
+
+
+@mistake("refpar.parallel.hybrid:beginning", "inclusionAI/AReaL#1468", "huggingface/nanotron@013a153c", layout="tp=2",
+         seen="state", resumed=True)  # fmt: skip
+def moments_of_unsliced_parameters_lost(right: Wrong, case: Case, start: State | None) -> State:
+    """Loading goes through the slices, and the moments of norms and biases that are not sliced start from zero."""
+    begin: State = right(case, start)
+    specs = case.model.build().specs
+    state = {
+        name: own if specs[name].axis is not None else {b: x if b == "master" else 0 * x for b, x in own.items()}
+        for name, own in begin.state.items()
+    }
+    return replace(begin, state=state)
+
+
+@mistake("refpar.parallel.hybrid:make_state", "microsoft/DeepSpeed#5105", layout="dp=2,zero=1", seen="state",
+         resumed=True)  # fmt: skip
+def moments_loaded_at_another_offset(right: Wrong, *args: Any) -> dict[str, dict[str, Array]]:
+    """Shards are written by one rule of alignment and read by another: every moment is its neighbour's."""
+    state = right(*args)
+    return {name: {b: array_module(x).roll(x, 1) for b, x in own.items()} for name, own in state.items()}
+
+
+@mistake("refpar.parallel.hybrid:beginning", "bghira/SimpleTuner#2986", layout="dp=2", seen="count", resumed=True)
+def data_begun_anew(right: Wrong, case: Case, start: State | None) -> State:
+    """The place in the data is not saved: rows that were seen come again, and the last are never seen."""
+    begin: State = right(case, start)
+    return replace(begin, step=0)

@@ -97,7 +97,7 @@ def train(
     model, types = case.model.build(), case.precision
     mesh = Mesh.of(comm, layout, model)
     units, loss = build(mesh, model)
-    begin = State.initial(case) if start is None else start
+    begin = beginning(case, start)
     xp = xp or comm.xp
     store = make_store(mesh, units, case, begin, xp)
     state = make_state(mesh, store, begin, xp)
@@ -131,7 +131,8 @@ def train(
             factor = optim.clip_factor(norm, case.clip)
             for name, g in gradients.items():
                 decays = optim.decays(model.specs[name])
-                optim.update(case.optimizer, store.masters[name], g * factor, state[name], t, decays)
+                g = clipped(mesh, name, g, factor)
+                optim.update(case.optimizer, store.masters[name], g, state[name], t, decays)
             store.publish()
         if outcome != "no tokens":
             scaler.update(overflow)
@@ -157,6 +158,12 @@ def train(
     trace.bytes_held = live_bytes(store.weights, store.masters, store.gradients, state)
     trace.peak_gradients, trace.peak_gathered = store.peak_gradients, store.peak_gathered
     return trace
+
+
+def beginning(case: Case, start: State | None) -> State:
+    """Return where the run starts: from initial values, or from *all* that was saved: weights, moments, the number of
+    updates, the loss scale and its growth counter, and the place in the data."""
+    return State.initial(case) if start is None else start
 
 
 def build(mesh: Mesh, model: Model) -> tuple[Units, losses.Loss]:
@@ -215,6 +222,11 @@ def count_everywhere(world: Communicator, tokens: int) -> int:
 def owner_in_norm(mesh: Mesh, name: str) -> bool:
     """Return whether this rank counts its elements of ``name`` in the global norm: what several hold, one counts."""
     return mesh.owner(name)
+
+
+def clipped(mesh: Mesh, name: str, gradient: Array, factor: float) -> Array:
+    """Return what the update sees: clipped on every rank, whether or not it is this one that counts it in the norm."""
+    return gradient * factor
 
 
 def agree(
