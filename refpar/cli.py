@@ -33,6 +33,7 @@ class Parser(argparse.ArgumentParser):
     """An argument parser that says what is wrong in one line."""
 
     def error(self, message: str) -> NoReturn:
+        """Refuse the arguments."""
         raise BadInput(f"{message} (see {self.prog} --help)")
 
 

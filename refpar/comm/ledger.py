@@ -76,6 +76,7 @@ class Ledger(Tally):
     _observing: bool = False
 
     def add(self, group: str, operation: str, elements: int, nbytes: int) -> None:
+        """Count one message, as sent or as observed."""
         if self._observing:
             self.observed.add(group, operation, elements, nbytes)
         else:

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from refpar import RankError, single
+from refpar import single
 from refpar.case import Case, HostArray, Layout, Trace, text_batches
-from refpar.comm import ring
+from refpar.comm import RankError, ring
 from refpar.comm.communicator import Communicator
 from refpar.comm.processes import World
 from refpar.nn.layer import At, live_bytes
