@@ -32,7 +32,7 @@ STEPS = 2
 
 
 @st.composite
-def problems(draw: st.DrawFn, most: int = 8) -> tuple[Case, Layout]:
+def problems(draw: st.DrawFn, most: int = 6) -> tuple[Case, Layout]:
     """Networks of up to four blocks in which every token counts, so that every step updates; and any layout."""
     model = draw(gpts(max_layers=4) | mlps())
     rows, seed = draw(st.integers(1, 9)), draw(st.integers(0, 99))
@@ -186,7 +186,7 @@ def test_interleaving(K: int, v: int) -> None:
 
 
 def test_formulas_of_communication() -> None:
-    """(N-1)/N of 2 psi, (M+1) psi and 3 M psi elements a rank; 8 bsh (t-1)/t a block and micro-batch; bsh a boundary."""
+    """(N-1)/N of 2 psi, (M+1) psi and 3 M psi elements a rank; 8 bsh (t-1)/t a block and micro-batch; bsh a stage."""
     model, N, M = models.gpt2(2, 64, 4, vocabulary=128, context=32), 8, 5
     recipe = recipes.RECIPES["mixed-adam"]
 

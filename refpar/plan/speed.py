@@ -15,7 +15,10 @@ by one: forward once, backward twice, and what is recomputed once more. *Model* 
 (MFU), *executed* FLOPs do not (HFU). With ``causal`` only half of the attention matrix counts as model work; without
 it long sequences report more than they can (121 % at 16k tokens, torchtitan#341). The peak is the dense one.
 
-The formulas of the papers follow: 72 B L s h^2 (1 + s/6h + V/12Lh) for a GPT, 96 (...) with full recomputation.
+The formulas of the papers follow: 72 B L s h^2 (1 + s/6h + V/12Lh) for a GPT, 96 (...) with full recomputation
+(Korthikanti et al. 2022, equation 7; Narayanan et al. 2021, equation 3). For selective recomputation Korthikanti's
+equation 8 has s/3h, which charges 12 B s^2 h a layer for what runs again; two products of 2 B s^2 h each do, so its
+2.7 % more FLOPs for GPT-3 are 0.9 %.
 The bigscience README says its TFLOPs use 8 psi T; the log agrees with the formula above (149.8) and not with
 8 psi T (147.1). The Megatron-LM abstract has 76 %, its table 74 %, its text 77 % of linear scaling: 15.1 PFLOP/s
 over 512 times 39 TFLOP/s is 75.6 %. Gradients hide behind the backward pass where
