@@ -10,24 +10,55 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from refpar.case import Batch, Case, Layout, State, Trace
+    from refpar.case import Batch, Case, Layout, State, Trace, text_batches
     from refpar.comm import CollectiveMismatch, CommTimeout, RankError
     from refpar.comm.processes import World
+    from refpar.nn.models import GPT, MLP
+    from refpar.optim import SGD, Adam, AdamW
     from refpar.oracle.compare import Comparison, compare
     from refpar.parallel.hybrid import run as train
+    from refpar.precision import LossScale, Precision
     from refpar.state import StateError, load, save
 
 __version__ = "0.1.0"
 
 # Names are imported when first used: `import refpar` alone costs next to nothing.
 _HOMES = {
-    "Batch": "case", "Case": "case", "Layout": "case", "State": "case", "Trace": "case",
-    "StateError": "state", "load": "state", "save": "state",
-    "RankError": "comm", "CollectiveMismatch": "comm", "CommTimeout": "comm", "World": "comm.processes",
-    "Comparison": "oracle.compare", "compare": "oracle.compare", "train": "parallel.hybrid:run",
-}  # fmt: skip
-__all__ = ["Batch", "Case", "CollectiveMismatch", "CommTimeout", "Comparison", "Layout", "RankError", "State",
-           "StateError", "Trace", "World", "compare", "load", "save", "train"]  # fmt: skip
+    **dict.fromkeys(("Batch", "Case", "Layout", "State", "Trace", "text_batches"), "case"),
+    **dict.fromkeys(("CollectiveMismatch", "CommTimeout", "RankError"), "comm"),
+    "World": "comm.processes",
+    **dict.fromkeys(("GPT", "MLP"), "nn.models"),
+    **dict.fromkeys(("SGD", "Adam", "AdamW"), "optim"),
+    **dict.fromkeys(("Comparison", "compare"), "oracle.compare"),
+    "train": "parallel.hybrid:run",
+    **dict.fromkeys(("LossScale", "Precision"), "precision"),
+    **dict.fromkeys(("StateError", "load", "save"), "state"),
+}
+__all__ = [
+    "GPT",
+    "MLP",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Batch",
+    "Case",
+    "CollectiveMismatch",
+    "CommTimeout",
+    "Comparison",
+    "Layout",
+    "LossScale",
+    "Precision",
+    "RankError",
+    "State",
+    "StateError",
+    "Trace",
+    "World",
+    "compare",
+    "load",
+    "save",
+    "text_batches",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -36,5 +67,11 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"refpar.{module}"), attribute or name)
     try:
         return importlib.import_module(f"refpar.{name}")  # refpar.single.train without importing it first
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
+        if error.name != f"refpar.{name}":  # something that the module needs is missing
+            raise
         raise AttributeError(f"module 'refpar' has no attribute {name!r}") from None
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
