@@ -3,21 +3,23 @@
 refpar does not know their model, so it cannot say what is true; but a distributed run and a single-device run of one
 program must agree as well as two single-device runs that merely add in another order. Such *control* runs give the
 threshold: the batch in another order, or an even split that is known to be right. What an element may be off by is
-``FACTOR`` times the larger of its own distance between controls and reference and the root mean square of its
-tensor's; the floor, for tensors that happen not to move, is 4u of the largest entry, u the unit roundoff of the
-narrower type.
+``FACTOR`` times the largest of three: its own distance between controls and reference, the root mean square of its
+tensor's, and its tensor's largest entry times the relative distance that is usual among its kind (gradients, weights)
+in that step. The floor is 4u of the largest entry, u the unit roundoff of the narrower type.
 
 Without a control run there is only the floor: good for runs that should be bit-equal, or nearly.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from refpar.case import HostArray
+from refpar.oracle.bounds import largest
 from refpar.oracle.candidate import Walk, explain, split_step, verdict
 from refpar.oracle.causes import Context
 from refpar.oracle.compare import Comparison
@@ -47,19 +49,21 @@ def against(reference: Dump, candidate: Dump, controls: Sequence[Dump] = ()) -> 
         Where a file turns out to be broken, or a control run is none: it lacks a value, or its gradients are further
         from the reference than rounding can be.
     """
-    names = in_causal_order(reference)
-    expected = {name: reference.read(name)[0] for name in names}
+    expected = {name: reference.read(name)[0] for name in in_causal_order(reference)}
+    floats = {name: x.astype(np.float64) for name, x in expected.items() if x.dtype in UNIT}
+    moved = {
+        name: distance(x, [control_value(c, i, name, x) for i, c in enumerate(controls)]) for name, x in floats.items()
+    }
+    share = shares(floats, moved)
     bound: dict[str, Any] = {}
-    for name in names:
-        dtype = candidate.values[name].dtype if name in candidate.values else str(expected[name].dtype)
-        units = [
-            UNIT[np.dtype(t)] for t in (expected[name].dtype.name, dtype) if t in ("float16", "float32", "float64")
-        ]
-        if units:
-            others = [control_value(c, i, name, expected[name]) for i, c in enumerate(controls)]
-            bound[name] = threshold(expected[name].astype(np.float64), others, max(units))
+    for name, true in floats.items():
+        dtype = candidate.values[name].dtype if name in candidate.values else expected[name].dtype.name
+        unit = max(UNIT[expected[name].dtype], UNIT.get(np.dtype(dtype), 0.0))
+        size, typical = largest(true), float(np.sqrt(np.mean(np.square(moved[name])))) if true.size else 0.0
+        least = max(FACTOR * typical, FACTOR * share[group(name)] * size, 4 * unit * size)
+        bound[name] = np.maximum(FACTOR * moved[name], least)
     check_controls(expected, controls)
-    walk = Walk(candidate, expected, bound, "float16", {n: n for n in names if n in candidate.values})
+    walk = Walk(candidate, expected, bound, "float16", {n: n for n in expected if n in candidate.values})
     walk.go()
     explain(walk, lambda name: context(expected, candidate, name), {})
     kinds = sorted({x.dtype.name for x in expected.values() if x.dtype.kind == "f"})
@@ -73,15 +77,26 @@ def against(reference: Dump, candidate: Dump, controls: Sequence[Dump] = ()) -> 
     return comparison
 
 
-def threshold(true: HostArray, others: Sequence[HostArray], unit: float) -> HostArray:
-    """Return what each element may be off by."""
-    floor = 4 * unit * float(np.max(np.abs(true), where=np.isfinite(true), initial=0.0))
-    if not others or not true.size:
-        return np.full(true.shape, floor)
-    distance = np.abs(np.stack([x - true for x in others])).max(axis=0)
-    typical = float(np.sqrt(np.mean(np.square(distance))))
-    allowed: HostArray = np.maximum(FACTOR * np.maximum(distance, typical), floor)
-    return allowed
+def distance(true: HostArray, others: Sequence[HostArray]) -> HostArray:
+    """Return how far controls are from the reference, element by element."""
+    apart: HostArray = np.zeros(true.shape)
+    for x in others:
+        apart = np.maximum(apart, np.nan_to_num(np.abs(x - true), nan=0.0, posinf=0.0))
+    return apart
+
+
+def shares(true: Mapping[str, HostArray], moved: Mapping[str, HostArray]) -> dict[tuple[int, str], float]:
+    """Return by step and kind the median, over tensors, of how far they moved beside their largest entry."""
+    found: dict[tuple[int, str], list[float]] = defaultdict(list)
+    for name, x in true.items():
+        if largest(x):
+            found[group(name)].append(float(np.sqrt(np.mean(np.square(moved[name])))) / largest(x))
+    return defaultdict(float, {key: float(np.median(each)) for key, each in found.items()})
+
+
+def group(name: str) -> tuple[int, str]:
+    """Return step and kind of a value."""
+    return split_step(name)[0], kind_of(name)
 
 
 def control_value(control: Dump, number: int, name: str, true: HostArray) -> HostArray:
