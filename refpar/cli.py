@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from refpar.oracle.verify import Problem, Row
 
 MATCHED, MISMATCH, BAD_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-TECHNIQUES = ("ring", "dp")
+TECHNIQUES = ("ring", "dp", "tp", "pp", "hybrid")
 MOST_RANKS = 512
 
 
@@ -100,6 +100,7 @@ def parser() -> Parser:
     )
     p.add_argument("--only", metavar="NAME,…", type=names, help=f"techniques to run, of {', '.join(TECHNIQUES)}")
     p.add_argument("--ranks", metavar="N,…", type=rank_counts, help="numbers of ranks to run each of them on")
+    p.add_argument("--layout", metavar="dp=N,…", type=layout, help="one layout to run, such as dp=2,tp=2,pp=2,zero=1")
     p.add_argument("--data", metavar="FILE", type=Path, help="text to train on (default: the source of refpar)")
     p.add_argument("--steps", metavar="N", type=positive, default=4, help="optimizer steps (default: 4)")
     p.add_argument("--seed", metavar="S", type=natural, default=0, help="of initial values, dropout and batches")
@@ -153,7 +154,10 @@ def verify(options: argparse.Namespace) -> int:
     from refpar.oracle import verify as oracle
 
     text = oracle.package_text() if options.data is None else read(options.data)
-    opened, most = ranks_for(options, max(options.ranks) if options.ranks else None)
+    if options.layout and (options.only or options.ranks):
+        raise BadInput("--layout is a run by itself: leave out --only and --ranks")
+    asked = options.layout.ranks if options.layout else max(options.ranks) if options.ranks else None
+    opened, most = ranks_for(options, asked)
     if options.trace is not None:
         opened = recording(options)
     problem = oracle.Problem(text, options.steps, options.seed, options.ranks, opened, most)
@@ -161,9 +165,16 @@ def verify(options: argparse.Namespace) -> int:
         problem.case  # noqa: B018  (cuts the batches, or says why it cannot)
     except ValueError as error:
         raise BadInput(f"--data {options.data}: {error}") from None
+    if options.layout and (reason := problem.why_not(options.layout)):
+        raise BadInput(f"--layout {options.layout}: {reason}")
     to_stdout = options.json == "-"
     with problem.stack:
-        rows = run_rows(problem, options.only or TECHNIQUES)
+        if options.layout:
+            rows = [oracle.hybrid_row(problem, "hybrid", options.layout)]
+        else:
+            rows = run_rows(problem, options.only or TECHNIQUES)
+    if not rows:
+        raise BadInput(f"--ranks: {', '.join(options.only)} cannot run on {', '.join(map(str, options.ranks))} ranks")
     if options.trace is not None:
         teach("write_runs", options.trace, problem.worlds.values())
     show(rows, sys.stderr if to_stdout else sys.stdout)
@@ -203,32 +214,21 @@ def show(rows: Sequence[Row], out: Any) -> None:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in (
-        "technique",
-        "ranks",
-        "layout",
-        "compared",
-        "largest error",
-        "bound",
-        "sent by a rank",
-        "predicted",
-        "",
-    ):
-        left = name in ("technique", "layout", "bound")
-        table.add_column(name, justify="left" if left else "right", no_wrap=True)
+    for name in ("technique", "ranks", "layout", "compared", "error of allowed", "sent by a rank", "predicted", ""):
+        left = name in ("technique", "layout", "error of allowed")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "layout", overflow="fold")
     for row in rows:
         table.add_row(
             row.technique,
             str(row.ranks),
-            row.layout,
+            row.layout.replace(",", ", "),
             f"{row.tensors_compared:,}",
-            f"{row.max_error:.1e}",
-            f"{row.bound:.1e} {row.bound_kind}",
+            f"{row.max_error:.1e} of {row.bound:.1e}" if row.bound else f"{row.max_error:.1e}, exact",
             sent(row, row.bytes_sent),
-            sent(row, row.bytes_expected),
+            "same" if row.bytes_sent == row.bytes_expected else sent(row, row.bytes_expected),
             "[green]ok[/]" if row.passed else "[red]WRONG[/]",
         )
-    width = None if out.isatty() else 140
+    width = None if out.isatty() else 160
     console = Console(file=out, width=width, highlight=False)
     console.print(table)
     bad = [row for row in rows if not row.passed]
@@ -288,6 +288,19 @@ def names(text: str) -> list[str]:
             near = difflib.get_close_matches(name, TECHNIQUES, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(TECHNIQUES)}"
             raise argparse.ArgumentTypeError(f"no technique is called {name!r}: {hint}")
+    return chosen
+
+
+def layout(text: str) -> Any:
+    """Read ``--layout``."""
+    from refpar.case import Layout
+
+    try:
+        chosen = Layout.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    if chosen.ranks > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{chosen.ranks} ranks are too many: at most {MOST_RANKS} on one machine")
     return chosen
 
 

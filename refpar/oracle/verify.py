@@ -8,6 +8,7 @@ sent according to the formula.
 from __future__ import annotations
 
 import contextlib
+import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ from refpar.nn.models import GPT
 from refpar.optim import AdamW
 from refpar.oracle import bounds
 from refpar.oracle.compare import compare
-from refpar.parallel import data, hybrid
+from refpar.parallel import hybrid, traffic
+from refpar.parallel.mesh import check
 
 RING_ELEMENTS = 240_000
 RING_RANKS = (4, 8, 64)
@@ -123,6 +125,16 @@ class Problem:
             return self.ranks or usual
         return sorted({min(ranks, self.most) for ranks in usual})
 
+    def why_not(self, layout: Layout) -> str | None:
+        """Return why the case cannot run in ``layout``, None where it can."""
+        if self.most is not None and layout.ranks > self.most:
+            return f"layout {layout} needs {layout.ranks} ranks: there are {self.most}"
+        try:
+            check(layout, self.case.model.build())
+        except ValueError as error:
+            return str(error)
+        return None
+
 
 def ring_rows(problem: Problem) -> Iterator[Row]:
     """All-reduce of 240,000 integers in float32: exact, and 2(N-1)/N of them sent by each rank."""
@@ -177,23 +189,62 @@ def dp_rows(problem: Problem) -> Iterator[Row]:
         yield hybrid_row(problem, "dp", Layout(dp=ranks, micro_batches=2))
 
 
+TP_LAYOUTS = ("tp=2", "tp=3,micro_batches=2", "tp=5")
+PP_LAYOUTS = ("pp=2,micro_batches=4,schedule=gpipe", "pp=3,micro_batches=4", "pp=4,micro_batches=2")
+HYBRID_LAYOUTS = (
+    "dp=2,tp=2,zero=2",
+    "dp=2,tp=2,pp=2,zero=1,micro_batches=3,recompute=block",
+    "dp=2,tp=3,pp=2,zero=3,micro_batches=2,schedule=gpipe",
+)
+
+
+def tp_rows(problem: Problem) -> Iterator[Row]:
+    """Tensor parallel: heads, columns and words that do not divide by the ranks."""
+    asked = [f"tp={ranks}" for ranks in problem.ranks or ()]
+    yield from layout_rows(problem, "tp", asked or TP_LAYOUTS)
+
+
+def pp_rows(problem: Problem) -> Iterator[Row]:
+    """Pipelines, of both schedules, with fewer micro-batches than stages too."""
+    asked = [f"pp={ranks},micro_batches=4" for ranks in problem.ranks or ()]
+    yield from layout_rows(problem, "pp", asked or PP_LAYOUTS)
+
+
+def hybrid_rows(problem: Problem) -> Iterator[Row]:
+    """Everything at once, on up to twelve ranks."""
+    asked = [f"{spread_over(ranks)},zero=1,micro_batches=2" for ranks in problem.ranks or ()]
+    yield from layout_rows(problem, "hybrid", asked or HYBRID_LAYOUTS)
+
+
+def layout_rows(problem: Problem, technique: str, layouts: Sequence[str]) -> Iterator[Row]:
+    """Run the case in those of ``layouts`` that can run it, on the ranks that there are."""
+    for layout in map(Layout.parse, layouts):
+        if problem.why_not(layout) is None:
+            yield hybrid_row(problem, technique, layout)
+
+
+def spread_over(ranks: int) -> str:
+    """Return a layout of so many ranks that splits the model as many ways as it can: 12 are ``dp=3,tp=2,pp=2``."""
+    pp = 2 if ranks % 2 == 0 else 1
+    tp = next(n for n in (2, 3, 5, 1) if ranks // pp % n == 0)
+    return f"dp={ranks // pp // tp},tp={tp},pp={pp}"
+
+
 def hybrid_row(problem: Problem, technique: str, layout: Layout) -> Row:
-    """Run the case in ``layout`` and hold it to one device."""
-    truth, allowed = problem.truth, problem.bounds
+    """Run the case in ``layout`` and hold it to one device; what it sends and keeps, to the formulas."""
+    case, truth, allowed = problem.case, problem.truth, problem.bounds
     world = problem.world(layout.ranks)
     start = time.perf_counter()
-    trace = hybrid.run(problem.case, layout, world=world)
+    trace = hybrid.run(case, layout, world=world)
     seconds = time.perf_counter() - start
     verdict = compare(trace, truth, bounds=allowed)
-    model = problem.case.model.build()
-    sizes = {name: int(np.prod(spec.shape)) for name, spec in model.specs.items()}
-    types = problem.case.precision
-    predicted = [
-        len(truth.steps) * data.bytes_sent(model.units, sizes, types, layout.bucket, layout.dp, rank)
-        for rank in range(layout.ranks)
-    ]
-    psi = sum(sizes.values())
-    held = psi * np.dtype(types.master).itemsize * 4  # weights, gradients, m, v
+    sent, expected = traffic.on_ledger(trace), traffic.expected(trace)
+    detail = str(verdict.first or "")
+    for rank, (got, predicted) in enumerate(zip(sent, expected, strict=True)):
+        for group in traffic.GROUPS:
+            if not detail and got[group] != predicted[group]:
+                detail = f"rank {rank} sent {got[group]} bytes in {group}, expected {predicted[group]}"
+    types = case.precision
     return judged(
         Row(
             technique,
@@ -205,15 +256,15 @@ def hybrid_row(problem: Problem, technique: str, layout: Layout) -> Row:
             verdict.max_error,
             verdict.bound,
             verdict.bound_kind,
-            psi,
+            sum(math.prod(spec.shape) for spec in case.model.build().specs.values()),
             np.dtype(types.gradients).itemsize,
-            [ledger.total("dp").bytes for ledger in trace.ledgers],
-            predicted,
+            [sum(by_group.values()) - by_group["world"] for by_group in sent],
+            [sum(by_group.values()) - by_group["world"] for by_group in expected],
             trace.bytes_held,
-            [held] * layout.ranks,
+            [traffic.bytes_held(case, layout, rank) for rank in range(layout.ranks)],
             trace.peak_bytes,
             seconds,
-            detail=str(verdict.first or ""),
+            detail=detail,
         )
     )
 
@@ -231,7 +282,13 @@ def judged(row: Row) -> Row:
     return replace(row, passed=not detail, detail=detail)
 
 
-TECHNIQUES: Mapping[str, Callable[[Problem], Iterator[Row]]] = {"ring": ring_rows, "dp": dp_rows}
+TECHNIQUES: Mapping[str, Callable[[Problem], Iterator[Row]]] = {
+    "ring": ring_rows,
+    "dp": dp_rows,
+    "tp": tp_rows,
+    "pp": pp_rows,
+    "hybrid": hybrid_rows,
+}
 
 
 def package_text() -> bytes:

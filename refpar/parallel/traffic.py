@@ -16,7 +16,6 @@ A run's ledger must show these numbers, to the byte.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -26,6 +25,7 @@ from refpar.case import Batch, Case, Layout, Trace
 from refpar.nn.checkpoint import segments
 from refpar.nn.layer import ParamSpec
 from refpar.nn.loss import SquaredError
+from refpar.nn.models import Model, Units
 from refpar.parallel import data, mesh, pipeline, placement, tensor, zero
 
 GROUPS = "dp", "tp", "pp", "tied", "world"
@@ -41,9 +41,8 @@ def bytes_sent(case: Case, layout: Layout, rank: int, batch: Batch, *, updated: 
     model, types = case.model.build(), case.precision
     d, t, p = mesh.place(layout, rank)
     stages = mesh.stages_of(layout, model)
-    mine = [model.units[i] for i in stages[p]]
+    run = units_run(model, layout, p)
     sizes = {name: size_held(spec, layout.tp, t) for name, spec in model.specs.items()}
-    run = segments(mine, layout.recompute, keep={model.units[0][0], model.units[-1][0]})
     of_units = [{name: sizes[name] for name in layer.specs} for _, layer in run]
     trained = {name: n for unit in of_units for name, n in unit.items() if name not in case.frozen_names}
     partial, gradient, weight, master = (
@@ -79,6 +78,24 @@ def bytes_sent(case: Case, layout: Layout, rank: int, batch: Batch, *, updated: 
     return sent
 
 
+def bytes_held(case: Case, layout: Layout, rank: int) -> int:
+    """Return the bytes that ``rank`` keeps from step to step: weights, gradients, masters and the optimizer's state."""
+    model = case.model.build()
+    d, t, p = mesh.place(layout, rank)
+    of_units = [
+        {name: size_held(spec, layout.tp, t) for name, spec in layer.specs.items()}
+        for _, layer in units_run(model, layout, p)
+    ]
+    buffers = len(case.optimizer.state_names)
+    return zero.bytes_held(of_units, layout.zero, case.precision, buffers, layout.dp, d, case.frozen_names)
+
+
+def units_run(model: Model, layout: Layout, p: int) -> Units:
+    """Return the units of stage ``p``, wrapped for recomputation as they are run, but not sliced."""
+    mine = [model.units[i] for i in mesh.stages_of(layout, model)[p]]
+    return segments(mine, layout.recompute, keep={model.units[0][0], model.units[-1][0]})
+
+
 def size_held(spec: ParamSpec, tp: int, t: int) -> int:
     """Return how many elements of a parameter tensor-parallel rank ``t`` of ``tp`` holds."""
     lengths = list(spec.shape)
@@ -101,8 +118,3 @@ def expected(trace: Trace) -> list[dict[str, int]]:
 def on_ledger(trace: Trace) -> list[dict[str, int]]:
     """Return what each rank has sent, by group."""
     return [{group: ledger.total(group).bytes for group in GROUPS} for ledger in trace.ledgers]
-
-
-def per_rank(sent: Sequence[dict[str, int]], group: str) -> list[int]:
-    """Return the bytes of one group by rank."""
-    return [of_rank[group] for of_rank in sent]
