@@ -153,7 +153,7 @@ def tell_zero(stage: int) -> Story:
         3: "the optimizer's state, the gradients and the weights",
     }
     seen = run(toy.case(), Layout(dp=3, zero=stage))
-    yield f"ZeRO, stage {stage}, on 3 ranks: of {dropped[stage]}, every rank keeps only the elements it owns."
+    yield f"ZeRO, stage {stage}, on 3 ranks: every rank keeps only what it owns of {dropped[stage]}."
     yield "Read beside this: refpar/parallel/zero.py"
     yield ""
     yield from toy.problem()
@@ -162,8 +162,9 @@ def tell_zero(stage: int) -> Story:
     yield from owners()
     yield from backward_alone(seen, stage)
     yield from section(f"hand over{', unit by unit' if stage > 1 else ''}")
-    what = "Reduce-scatter: laid out by owner (a bar between owners), each owner gets the sum of what it owns"
-    yield what + (", and the rest is dropped." if stage > 1 else ".")
+    yield "Reduce-scatter: laid out by owner (a bar between owners), each owner gets the sum of what it owns."
+    if stage > 1:
+        yield "The rest is dropped before the next unit runs backward."
     for names, kind, notes in collectives(seen):
         if kind == "reduce_scatter":
             yield from told(names, kind, notes)
@@ -219,10 +220,8 @@ def one_entry(rows: Sequence[int]) -> Iterator[str]:
         terms.append(
             f"2 * {numbers(error)} * {numbers(w1[0])} * {x[0]} = {numbers(2 * error * w1[0] * x[0] * (h[0] > 0))}"
         )
-    yield (
-        f"For instance the first of W0 on rank 0, which is 2 (y - target) W1[0] x[0] where h[0] > 0: "
-        f"{', and '.join(f'row {row}: {term}' for row, term in zip(rows, terms, strict=True))}."
-    )
+    yield "For instance the first of W0 on rank 0: each row gives 2 (y - target) W1[0] x[0], where h[0] is above 0,"
+    yield f"  {', '.join(f'row {row}: {term}' for row, term in zip(rows, terms, strict=True))}"
 
 
 def owners() -> list[str]:

@@ -63,7 +63,7 @@ def alive(seen: Watched) -> Iterator[tuple[str, str, str]]:
             what = f"forward {' '.join(ran)}" if forward else "backward"
             if not forward and ran:
                 what = f"forward again {' '.join(ran)}"
-            yield what, str(event.data), "#" * (event.data // 8)
+            yield what, str(event.data), "#" * (event.data // 16)
             before, ran = event.data, []
 
 
