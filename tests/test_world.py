@@ -2,7 +2,9 @@
 
 import functools
 import os
+import platform
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,6 +19,7 @@ import pytest
 
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, ring
 from refpar.comm.mailbox import WAITING, Chain, Status
+from refpar.comm.processes import limit_waits
 
 SOON = 1.0
 """Seconds within which an error is there that waits for no limit. It takes about 0.02; the rest is a busy machine."""
@@ -130,6 +133,34 @@ def test_a_rank_has_one_blas_thread(world: World) -> None:
         return max(pool["num_threads"] for pool in threadpool_info())
 
     assert world.run(threads) == [1] * 4
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets the flag by an instruction of x86-64")
+def test_a_rank_that_flushes_subnormals_is_refused() -> None:
+    """As libraries built with -ffast-math do to the whole process that loads them (HypothesisWorks/hypothesis#3156)."""
+
+    def fn(comm: Communicator) -> str:
+        import ctypes
+        import mmap
+
+        from refpar.comm.processes import check_subnormals
+
+        check_subnormals()
+        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+        code.write(b"\x0f\xae\x17\xc3")  # ldmxcsr [rdi]; ret
+        address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+        set_flags = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
+        set_flags(ctypes.byref(ctypes.c_uint32(0x9FC0)))  # the usual 0x1F80, and both flags that make subnormals 0
+        try:
+            check_subnormals()
+        except FloatingPointError as error:
+            return str(error)
+        finally:
+            set_flags(ctypes.byref(ctypes.c_uint32(0x1F80)))
+        return "nothing was noticed"
+
+    with World(1) as world:
+        assert world.run(fn) == ["a library in this process flushes subnormal numbers to zero"]
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4", None, 513, 10**9])
@@ -465,6 +496,20 @@ def test_a_wait_has_a_limit_and_says_for_whom(stop: str) -> None:
         assert "waited 0.3 s for rank" in str(error)
         assert "in all_reduce #1 of float64 (4,), sum in float64 in world" in str(error)
         assert "rank 2: computing, has not communicated" in str(error)
+
+
+def test_the_caller_does_not_wait_for_a_stopped_rank() -> None:
+    """That takes no call larger than what the pipe holds, or stops in the middle of its report."""
+    with World(2, timeout=0.3) as world:
+        os.kill(world.pids[1], signal.SIGSTOP)
+        error = failure(world, lambda comm, x: None, CommTimeout, np.zeros(10**6))
+        assert str(error).startswith("rank 1 did not take the call within 0.3 s")
+        assert error.rank == 1
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        limit_waits(ours.fileno(), 0.05)
+        with pytest.raises(BlockingIOError):
+            os.read(ours.fileno(), 1)
 
 
 def test_the_limit_is_for_one_wait(world: World) -> None:

@@ -19,6 +19,8 @@ import os
 import pickle
 import select
 import signal
+import socket
+import struct
 import sys
 import threading
 import traceback
@@ -98,7 +100,7 @@ class World:
             self._context.set_forkserver_preload(["numpy", "threadpoolctl", "dill", __name__])
         # The kernel ends a process when the *thread* that started it ends. The fork server has but one.
         self._starter = ThreadPoolExecutor(1) if start_method == "spawn" else None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may close a World that runs
         self._pool: Pool | None = None
         self._runs = 0
         self._closed = False
@@ -170,7 +172,7 @@ class Pool:
     """The processes of a world, from their start to the first thing that goes wrong."""
 
     def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None, backend: str) -> None:
-        self.owner, self.over = os.getpid(), False
+        self.owner, self.timeout, self.over = os.getpid(), timeout, False
         self.region = Region.create(ranks)
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
@@ -178,16 +180,18 @@ class Pool:
         self.sources: dict[int, tuple[int, bool]] = {}  # file descriptor: rank, whether it tells of its end
         try:
             for rank in range(ranks):
-                self._start(context, starter, rank, timeout, backend)
+                self._start(context, starter, rank, backend)
         except BaseException:
             self.kill()
             raise
 
-    def _start(self, context: Any, starter: Executor | None, rank: int, timeout: float | None, backend: str) -> None:
+    def _start(self, context: Any, starter: Executor | None, rank: int, backend: str) -> None:
         ours, theirs = context.Pipe()
+        if self.timeout is not None:  # for a rank that is stopped while a large call, or result, is on its way
+            limit_waits(ours.fileno(), self.timeout)
         process = context.Process(
             target=_rank_main,
-            args=(self.region, rank, theirs, timeout, dict(os.environ), backend),
+            args=(self.region, rank, theirs, self.timeout, dict(os.environ), backend),
             name=f"{PROCESS_NAME} {rank}",
             daemon=True,
         )
@@ -204,9 +208,12 @@ class Pool:
 
     def run(self, number: int, call: bytes) -> list[Any]:
         """Let every rank make a call, and return the results, by rank."""
+        data = number.to_bytes(8, "little") + call
         for rank, pipe in enumerate(self.pipes):
             try:
-                pipe.send_bytes(number.to_bytes(8, "little") + call)
+                pipe.send_bytes(data)
+            except BlockingIOError:
+                raise self._stuck(rank, "did not take the call") from None
             except OSError:
                 raise self._ended(rank) from None
         results: dict[int, Any] = {}
@@ -218,6 +225,8 @@ class Pool:
                     raise self._ended(rank)
                 try:
                     kind, value, balance = pickle.loads(self.pipes[rank].recv_bytes())
+                except BlockingIOError:
+                    raise self._stuck(rank, "did not finish its report") from None
                 except (EOFError, ConnectionError):
                     raise self._ended(rank) from None
                 if kind is not None:
@@ -227,7 +236,7 @@ class Pool:
         if pieces:
             source, dest = self.region.unread()[0]
             raise CollectiveMismatch(
-                f"rank {source} sent to rank {dest} what that has not received: both functions have returned", source
+                f"rank {source} sent rank {dest} a message that nobody received: both functions have returned", source
             )
         return [self._result(rank, results[rank]) for rank in range(len(self.pipes))]
 
@@ -265,11 +274,16 @@ class Pool:
         process = self.processes[rank]
         process.join(1)
         code = process.exitcode
-        if code is not None and code < 0:
+        if code is None:
+            what = "has closed its connection"
+        elif code < 0:
             what = f"was killed by {signal.Signals(-code).name}"
         else:
             what = f"exited with status {code}"
         return RankError(f"rank {rank} {what}\n{self._others(rank)}", rank)
+
+    def _stuck(self, rank: int, what: str) -> CommTimeout:
+        return CommTimeout(f"rank {rank} {what} within {self.timeout:g} s\n{self._others(rank)}", rank)
 
     def _error(self, rank: int, kind: str, value: tuple[str, str, int]) -> RuntimeError:
         """Return the error for a rank that has reported one."""
@@ -312,6 +326,14 @@ def _main_stays_here() -> Iterator[None]:
 
 
 _starting = threading.Lock()
+
+
+def limit_waits(fd: int, seconds: float) -> None:
+    """Let reads and writes of a socket raise BlockingIOError after ``seconds`` without progress."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
+    with socket.socket(fileno=os.dup(fd)) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _serialised(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
@@ -386,7 +408,12 @@ def _settle(environ: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
     threadpool_limits(1)
-    if not (np.float64(5e-324) > 0 and np.float16(6e-8) > 0):  # HypothesisWorks/hypothesis#3156
+    check_subnormals()
+
+
+def check_subnormals() -> None:
+    """Raise where subnormal numbers are 0: a library may set that for its whole process (hypothesis#3156)."""
+    if not (np.float64(5e-324) > 0 and np.float16(6e-8) > 0):
         raise FloatingPointError("a library in this process flushes subnormal numbers to zero")
 
 
