@@ -52,7 +52,10 @@ class Shaken(np.ndarray[Any, Any]):
     def astype(self, dtype: Any, *args: Any, **options: Any) -> Any:
         """Convert; what becomes a half is shaken by the rounding of a half."""
         result = super().astype(dtype, *args, **options)
-        return self._shake(result, np.abs(result)) if result.dtype == np.float16 != self.dtype else result
+        if result.dtype != np.float16 or self.dtype == np.float16:
+            return result
+        half = bare(result)
+        return self._own(self._shake(half, np.abs(half)))
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **options: Any) -> Any:
         source = next(x for x in (*inputs, *(out or ())) if isinstance(x, Shaken))
