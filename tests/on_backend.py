@@ -6,9 +6,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import expressions
 import numpy as np
 import strictpy
+from on_strict import collectives
 
+from refpar.arrays import array_module, to_host
 from refpar.comm import Communicator, ring
 
 
@@ -67,3 +70,35 @@ def events_of_transfers(comm: Communicator) -> list[str]:
     finally:
         strictpy.asarray, region.post, stream.synchronize = asarray, post, synchronize
     return log
+
+
+# On a GPU
+
+
+def outcomes(comm: Communicator) -> dict[str, str]:
+    """Return the expressions that came out otherwise than expected."""
+    return expressions.outcomes(comm.xp)
+
+
+def both(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> tuple[Any, Any]:
+    """Return the result of every collective on the backend's arrays, and on NumPy's."""
+    xp = array_module(comm.xp.empty(0))
+    return collectives(xp, comm, dtype, shape), collectives(np, comm, dtype, shape)
+
+
+def race(comm: Communicator, rounds: int, size: int) -> list[int]:
+    """Sum large arrays while the device has other work queued; return the rounds in which an element was wrong.
+
+    A slot that is reused before the device has read it, or a result that is sent before the device has written it,
+    gives numbers of another round: every element of every round is different.
+    """
+    xp, wrong = comm.xp, []
+    base = xp.arange(size, dtype=np.float64)
+    work = xp.ones((1500, 1500), dtype=np.float32)
+    for number in range(rounds):
+        work = work @ work * np.float32(1 / 1500)  # takes a while, and is not waited for
+        total = ring.all_reduce(comm, base + 1000 * number + comm.rank + 0 * work[0, 0])
+        expected = comm.size * (np.arange(size) + 1000.0 * number) + sum(range(comm.size))
+        if not np.array_equal(to_host(total), expected):
+            wrong.append(number)
+    return wrong

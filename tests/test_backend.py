@@ -13,9 +13,11 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import expressions
 import numpy as np
 import on_backend
 import pytest
+import strictpy
 from test_strict import CASES, flat, same_dict
 
 from refpar.arrays import Unavailable, chosen_backend
@@ -52,8 +54,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.syspath_prepend(str(HERE / "pretending"))
     monkeypatch.setenv("PRETENDED_GPUS", "2")
     monkeypatch.delenv("REFPAR_BACKEND", raising=False)
+    before = "cupy" in sys.modules
     yield monkeypatch
-    assert "cupy" not in sys.modules
+    assert ("cupy" in sys.modules) == before
 
 
 # Which library
@@ -140,6 +143,7 @@ def test_a_missing_gpu_is_said_by_the_ranks() -> None:
 def test_three_ways_to_say_it(tmp_path: Path, pretended: pytest.MonkeyPatch) -> None:
     """The option, the variable and the argument give the same run, and the numbers of NumPy."""
     reports = []
+    (tmp_path / "text").write_bytes(bytes(range(256)))
     for name, (options, env) in {
         "option": (["--backend", "cupy"], {}),
         "variable": ([], {"REFPAR_BACKEND": "cupy"}),
@@ -147,7 +151,8 @@ def test_three_ways_to_say_it(tmp_path: Path, pretended: pytest.MonkeyPatch) -> 
     }.items():
         file = str(tmp_path / name)
         done = refpar(
-            *("verify", "--only", "ring,dp", "--ranks", "2", "--steps", "1", "--json", file, *options),
+            *("verify", "--data", str(tmp_path / "text"), "--only", "ring,dp", "--ranks", "2", "--steps", "1"),
+            *("--json", file, *options),
             PRETENDED_GPUS="1",
             **env,
         )
@@ -172,6 +177,28 @@ def test_a_slot_is_given_away_when_the_device_has_read_it(worlds: Callable[[int]
         for event in log:
             assert not (pending and event == "give away"), log
             pending = event.startswith("copy") or (pending and event != "wait")
+
+
+# What is expected of the package, tried on the stand-in
+
+
+def test_expressions() -> None:
+    """Every line of the table comes out on the stand-in as it is expected to come out on a GPU."""
+    assert expressions.outcomes(strictpy) == {}
+
+
+def test_expressions_can_be_wrong() -> None:
+    """NumPy refuses what is wrong on any library, and nothing else; and it differs where CuPy is known to."""
+    with np.errstate(all="ignore"):
+        wrong = expressions.outcomes(np)
+    anywhere = {"the truth of many", "the largest of none", "shapes that do not fit"}
+    assert set(expressions.REFUSED) - set(wrong) == anywhere
+    assert set(expressions.VALUES) & set(wrong) == {"a sum is an array", "an element is a view", "half ones, summed"}
+
+
+def test_race(worlds: Callable[[int], World]) -> None:
+    """The race that is run on a GPU is lost by nobody on the host."""
+    assert worlds(2).run(on_backend.race, 2, 1000) == [[], []]
 
 
 # Every technique, on ranks as a GPU needs them

@@ -98,7 +98,9 @@ def test_same_bits_as_processes(worlds: Callable[[int], World], tmp_path: Path, 
 @needs_mpi
 def test_verify(tmp_path: Path) -> None:
     """``refpar verify`` on 4 ranks says what it says on processes, once, and writes one report."""
-    arguments = ["verify", "--only", "ring,dp", "--ranks", "2,4", "--steps", "1", "--json"]
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    arguments = ["verify", "--only", "ring,dp", "--ranks", "2,4", "--steps", "1", "--data", str(tmp_path / "text")]
+    arguments.append("--json")
     done = mpiexec(4, "-m", "refpar", *arguments, str(tmp_path / "mpi"), "--transport", "mpi")
     assert done.returncode == MATCHED, done.stderr
     assert done.stdout.splitlines()[-1] == "refpar verify: all 4 rows match one device"
@@ -113,7 +115,7 @@ def test_verify(tmp_path: Path) -> None:
             assert len(set(row.pop("pids"))) == row["ranks"]
             del row["seconds"]
     assert reports[0] == reports[1]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["mpi", "processes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mpi", "processes", "text"]
 
 
 @needs_mpi
