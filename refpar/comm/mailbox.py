@@ -176,16 +176,6 @@ def _attach(handle: Any, size: int) -> Region:
     return Region(handle.detach(), size)
 
 
-class Inbox:
-    """The mailbox from one source, at its receiver."""
-
-    def __init__(self, region: Region, source: int, rank: int) -> None:
-        self.full, self.free = region.counters(source, rank)
-        self.slots = region.slots(source, rank)
-        self.bell = region.bell(source)
-        self.turn = 0
-
-
 class Outgoing:
     """A message on its way out, sent up to ``start``."""
 
@@ -193,13 +183,19 @@ class Outgoing:
         self.call, self.data, self.start, self.done = call, data, 0, False
 
 
-class Outbox:
-    """The mailbox to one receiver, at the sender, and the messages queued for it."""
+class Mailbox:
+    """The mailbox from ``source`` to ``dest``, as one of them sees it; ``other`` is whose bell it rings.
 
-    def __init__(self, region: Region, rank: int, dest: int) -> None:
-        self.full, self.free = region.counters(rank, dest)
-        self.slots = region.slots(rank, dest)
-        self.bell = region.bell(dest)
+    Attributes
+    ----------
+    turn : the slot to use next
+    queue : at the sender, the messages that did not fit
+    """
+
+    def __init__(self, region: Region, source: int, dest: int, other: int) -> None:
+        self.full, self.free = region.counters(source, dest)
+        self.slots = region.slots(source, dest)
+        self.bell = region.bell(other)
         self.turn = 0
         self.queue: deque[Outgoing] = deque()
 
@@ -210,8 +206,8 @@ class Mailboxes:
     def __init__(self, region: Region, rank: int, timeout: float | None) -> None:
         self.region, self.rank, self.size, self.timeout = region, rank, region.size, timeout
         self.sent = self.received = 0  # pieces
-        self._inboxes: dict[int, Inbox] = {}
-        self._outboxes: dict[int, Outbox] = {}
+        self._inboxes: dict[int, Mailbox] = {}  # by source, made when first used
+        self._outboxes: dict[int, Mailbox] = {}  # by dest
         self._bell = region.bell(rank)
         self._changes = self._looks = self._run = 0
         self._call = b""
@@ -261,16 +257,19 @@ class Mailboxes:
     def finish(self) -> None:
         """Deliver what is still queued, then note that the function has returned."""
 
-        def undelivered() -> list[int]:
-            return [dest for dest, box in self._outboxes.items() if box.queue]
+        def undelivered() -> dict[int, Mailbox]:
+            return {dest: box for dest, box in self._outboxes.items() if box.queue}
 
         def step() -> bool:
             self._push()
             return not undelivered()
 
-        if undelivered():
-            self._call = b"what it sent last, having returned"
-        self._until(step, lambda: undelivered()[0])
+        def waits_for() -> int:
+            dest, box = next(iter(undelivered().items()))
+            self._call = box.queue[0].call
+            return dest
+
+        self._until(step, waits_for)
         self._say(RETURNED)
 
     def fail(self) -> None:
@@ -282,7 +281,7 @@ class Mailboxes:
     def _enqueue(self, dest: int, call: str, data: Bytes) -> Outgoing:
         box = self._outboxes.get(dest)
         if box is None:
-            box = self._outboxes[dest] = Outbox(self.region, self.rank, dest)
+            box = self._outboxes[dest] = Mailbox(self.region, self.rank, dest, dest)
         message = Outgoing(shorten(call), data)
         box.queue.append(message)
         return message
@@ -311,7 +310,7 @@ class Mailboxes:
         """Return a function that takes the pieces that are there, and says whether the message is complete."""
         box = self._inboxes.get(source)
         if box is None:
-            box = self._inboxes[source] = Inbox(self.region, source, self.rank)
+            box = self._inboxes[source] = Mailbox(self.region, source, self.rank, source)
         try_wait, post, memory = self.region.try_wait, self.region.post, self.region.memory
         expected = shorten(call)
         start = 0
@@ -357,9 +356,9 @@ class Mailboxes:
                 moved, began = self.sent + self.received, time.monotonic()
                 self._say(WAITING, waits_for())
             if not self.region.wait(self._bell, LOOK_AROUND):
-                seen = self._look_around(step, waits_for(), seen)
                 if self.timeout is not None and time.monotonic() - began > self.timeout:
                     raise self._timed_out(waits_for())
+                seen = self._look_around(step, waits_for(), seen)
         self._say(IN_CALL)
 
     def _look_around(self, step: Callable[[], bool], peer: int, before: Chain) -> Chain:
