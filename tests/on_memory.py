@@ -13,7 +13,7 @@ import numpy as np
 from refpar import split
 from refpar.arrays import Array, total, widen
 from refpar.case import Case, Layout
-from refpar.comm import Communicator
+from refpar.comm import Communicator, ring
 from refpar.nn.layer import At, Gradients, Layer, Params, ParamSpec
 from refpar.nn.layers import Linear, ReLU, Sequential
 from refpar.nn.loss import SquaredError
@@ -205,3 +205,10 @@ def write_to_gathered(comm: Communicator) -> None:
     initial = {name: np.ones(spec.shape) for name, spec in built.specs.items()}
     store = zero.Zero(comm, built.units, initial, Precision(), 8, 3)
     store.units[0][1].gather()["layers.0.weight"][...] = 1
+
+
+def both_sums(comm: Communicator, values: list[list[float]]) -> tuple[Any, Any]:
+    """Return the sum over ranks with partial sums in float32, and in float16."""
+    mine = np.array(values[comm.rank], np.float16)
+    with np.errstate(over="ignore"):
+        return ring.all_reduce(comm, mine), ring.all_reduce(comm, mine, accumulate=np.float16)
