@@ -21,7 +21,7 @@ from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError
 from refpar.comm.mailbox import WAITING, Chain, Status
 from refpar.comm.processes import limit_waits
 
-SOON = 1.0
+SOON = 5.0
 """Seconds within which an error is there that waits for no limit. It takes about 0.02; the rest is a busy machine."""
 
 
