@@ -247,7 +247,7 @@ def test_memory_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert status == 1
     assert "does not fit" in out
     assert "smallest changes that make it fit" in out
-    assert "blocks.*.mlp.gate.weight" in out
+    assert "blocks.*.mlp.gate_up.weight" in out
     assert max(map(len, out.splitlines())) <= 100
 
 

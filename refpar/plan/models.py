@@ -380,8 +380,10 @@ def _block(model: Transformer, accounting: Accounting, flash: bool) -> Kind:
             parameters += _linear(f"{attention}.{name}", model, (h, heads, d), 1, short=heads < a)
     parameters += _linear(f"{attention}.proj", model, (a, d, h), 0, inputs=2)
     parameters += _norm(model, norm2)
-    for name in ("gate", "up") if model.gated else ("up",):
-        parameters += _linear(f"{mlp}.{name}", model, (h, f), 1)
+    if model.gated:
+        parameters += _linear(f"{mlp}.gate_up", model, (h, 2, f), 2)
+    else:
+        parameters += _linear(f"{mlp}.up", model, (h, f), 1)
     parameters += _linear(f"{mlp}.down", model, (f, h), 0)
 
     kept = _statistics(norm1, accounting)
