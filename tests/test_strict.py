@@ -32,6 +32,8 @@ from refpar.nn.layer import At
 from refpar.parallel import hybrid
 from refpar.precision import LossScale, Precision
 
+pytestmark = pytest.mark.strict
+
 X = np.arange(12, dtype=np.float32).reshape(3, 4) - 5
 I = np.array([2, 0, 2])
 Line = Callable[[Any, Any, Any], Any]
