@@ -536,7 +536,10 @@ def test_no_limit_is_no_limit() -> None:
 
 
 def test_nothing_is_left_of_a_world() -> None:
-    """No process, no descriptor, no shared memory, after an orderly end and after others."""
+    """No process, no descriptor, no shared memory, after an orderly end and after others.
+
+    Nothing has a name that could be left, or unlinked under somebody's feet (python/cpython#104291).
+    """
     with World(1) as first:
         first.pids  # noqa: B018 - starts the fork server, which stays
     files = open_files()
