@@ -74,13 +74,14 @@ def train(
     order = [name for name in gradient_order(model.units) if name in masters]
     scaler = precision.LossScaler(types.loss_scale, begin.scale, begin.good)
     steps: list[Step] = []
+    stored: dict[str, Array] = {}
     t, peak = begin.t, 0
 
     for number, batch in enumerate(case.batches[begin.step :], begin.step):
         count = losses.token_count(batch.mask)
         seed, divisor = losses.seed_and_divisor(case.divide, scaler.scale, count)
 
-        stored: dict[str, Array] = {}
+        stored = {}
         loss_sum = 0.0
         for rows in split(number, len(batch)):
             at = At(case.seed, number, tuple(rows))
@@ -123,7 +124,7 @@ def train(
             kept = own if masters[name] is weights[name] else {**own, "master": masters[name]}
             step.state[name] = {buffer: copy(x) for buffer, x in kept.items()}
         steps.append(step)
-    held = live_bytes(weights, masters, {name: stored[name] for name in order}, state)
+    held = live_bytes(weights, masters, {name: g for name, g in stored.items() if name in masters}, state)
     return Trace(case, Layout(), steps, bytes_held=[held], peak_bytes=[peak], begun=begin.step)
 
 

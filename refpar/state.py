@@ -88,6 +88,14 @@ def load(path: str | os.PathLike[str]) -> State:
         raise StateError(f"{path}: cut off, or no safetensors file at all ({error})") from None
     if metadata.pop("checksum", "") != checksum(arrays, metadata):
         raise StateError(f"{path}: altered since it was saved: its checksum is another")
+    try:
+        return put_together(arrays, metadata)
+    except (KeyError, ValueError, TypeError) as error:
+        raise StateError(f"{path}: its metadata is not what refpar writes ({error})") from None
+
+
+def put_together(arrays: Mapping[str, HostArray], metadata: Mapping[str, str]) -> State:
+    """Return the state that the entries of a file make up."""
     parameters: dict[str, HostArray] = {}
     buffers: dict[str, dict[str, HostArray]] = {}
     for key, x in arrays.items():
@@ -98,7 +106,7 @@ def load(path: str | os.PathLike[str]) -> State:
             name, _, buffer = name.rpartition("/")
             buffers.setdefault(name, {})[buffer] = x
     return State(
-        identity=json.loads(metadata["case"]),
+        identity=dict(json.loads(metadata["case"])),
         data=metadata["data"],
         step=int(metadata["step"]),
         t=int(metadata["t"]),
