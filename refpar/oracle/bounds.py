@@ -263,7 +263,8 @@ class Spread:
             for name, square in squares.items():
                 spread = np.sqrt(square / self.runs)
                 typical = np.median(spread) if spread.size else 0.0
-                step[name] = np.maximum(QUANTILE * np.maximum(spread, typical), 4 * unit * np.abs(true[name]))
+                spread = np.where(spread > 0, np.maximum(spread, typical), 0.0)  # 0: not by luck, in so many runs
+                step[name] = np.maximum(QUANTILE * spread, 4 * unit * np.abs(true[name]))
             result.append(step)
         return result
 

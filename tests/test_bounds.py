@@ -1,0 +1,252 @@
+"""What an honest result may be off by: never less than honest results are, never so much that a mistake fits in."""
+
+import math
+from dataclasses import replace
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from refpar import single
+from refpar.case import Case, Layout, Trace
+from refpar.optim import SGD
+from refpar.oracle import bounds, running
+from refpar.oracle.cases import CASES, integers, mlp
+from refpar.oracle.compare import compare
+from refpar.oracle.running import TYPES, Carried, NotCarried
+from refpar.oracle.stochastic import Library, Shaken, bare, shake
+
+EXACT = [name for name in CASES if name.startswith("integers")]
+SINGLE = TYPES["float32"]
+
+
+def orders(case: Case, runs: int) -> list[Trace]:
+    """The single device in other orders and other micro-batches."""
+    return [single.train(case, split=bounds.shuffled(case, run)) for run in range(runs)]
+
+
+# --------------------------------------------------------------------------------------------- exact and running
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("name", EXACT)
+def test_what_is_proved_exact_is_exact(name: str, dtype: str) -> None:
+    """The integer cases are proved exact in both types, and every order of rows gives the bits of the truth."""
+    case = CASES[name].make(dtype)
+    allowed = bounds.allowed(case, CASES[name].layout)
+    assert allowed.tier == "exact"
+    truth = bounds.truth(case)
+    for trace in orders(case, 3):
+        for got, true in zip(trace.steps, truth.steps, strict=True):
+            for key, x in true.items():
+                if key != "norm":
+                    assert np.array_equal(dict(got.items())[key], x), key
+
+
+def test_overflow_is_proved_exact_in_float16() -> None:
+    """The float16 case is proved exact; its overflow is seen in every order, and only where it was put."""
+    case = CASES["overflow"].make("float16")
+    assert bounds.allowed(case, CASES["overflow"].layout).tier == "exact"
+    with np.errstate(all="ignore"):
+        for trace in orders(case, 3):
+            assert [step.outcome for step in trace.steps] == ["overflow", "updated", "updated"]
+            assert [step.scale for step in trace.steps] == [512, 512, 1024]
+        rows = [bounds.everything(case, Layout(dp=11), single.train(case))[0][f"dp{d}/micro0/loss"] for d in range(11)]
+    assert sum(loss > 100 for loss in rows) == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        integers((5, 15, 7), 35, 3, 4.0, 1, "float32", steps=3),
+        replace(integers((5, 15, 7), 35, 3, 4.0, 1, "float32"), optimizer=SGD(lr=1 / 3)),
+        integers((5, 15, 7), 35, 2, 4.0, 1, "float32"),
+    ],
+    ids=["too many steps", "a rate that is no power of two", "a count that is no power of two"],
+)
+def test_what_rounds_is_not_proved_exact(case: Case) -> None:
+    """One step too many, a learning rate or a count that is not dyadic: the proof fails, and a bound takes over."""
+    allowed = bounds.allowed(case, Layout())
+    assert allowed.tier == "running"
+    assert any(e.any() for step in allowed.steps for name, e in step.items() if name != "norm")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_running_bound_holds_and_is_sharp(dtype: str) -> None:
+    """No honest run leaves the bound; and the bound is at most 1e-3 of a gradient, so that no mistake fits in."""
+    case = mlp(dtype)
+    truth = bounds.truth(case)
+    allowed = bounds.allowed(case, Layout())
+    assert allowed.tier == "running"
+    for trace in orders(case, 5):
+        verdict = compare(trace, truth, bounds=allowed.steps)
+        assert verdict.ok, verdict
+    for name, g in truth.steps[0].gradients.items():
+        assert allowed.steps[0][f"gradient/{name}"].max() < 1e-3 * np.abs(g).max()
+
+
+terms = st.lists(st.integers(-(2**12), 2**12), min_size=1, max_size=24)
+
+
+@given(terms, st.integers(-20, 20), st.integers(-20, 20), st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_sum_of_products_is_exact_or_within_its_bound(x: list[int], p: int, q: int, random: "object") -> None:
+    """In float32 and in any order, a sum of products is its exact value where that was proved, and else within it."""
+    w = [random.randint(-(2**12), 2**12) for _ in x]  # type: ignore[attr-defined]
+    a = np.array([x], np.float64) * 2.0**p
+    b = np.array([w], np.float64).T * 2.0**q
+    carried = running.product(running.given(a), running.given(b), SINGLE)
+    exact = sum((Fraction(float(u)) * Fraction(float(v)) for u, v in zip(a[0], b[:, 0], strict=True)), Fraction(0))
+    for _ in range(3):
+        order = list(range(len(x)))
+        random.shuffle(order)  # type: ignore[attr-defined]
+        total = np.float32(0)
+        for i in order:
+            total = total + np.float32(a[0, i]) * np.float32(b[i, 0])
+        assert abs(Fraction(float(total)) - exact) <= Fraction(float(carried.error[0, 0]))
+    assert carried.error[0, 0] <= 1e-5 * (np.abs(a) @ np.abs(b))[0, 0] + 2e-42
+
+
+def test_uncertain_sign_allows_both_slopes() -> None:
+    """Where the input of a ReLU is within its error of zero, its gradient may be there or not; elsewhere it may not."""
+    y = Carried(np.array([1.0, 1e-9, -1e-9, -1.0, 0.0]), np.array([1e-8, 1e-8, 1e-8, 1e-8, 0.0]), None)
+    dx = running.slope(running.given(np.full(5, 3.0)), y)
+    assert dx.value.tolist() == [3, 3, 0, 0, 0]
+    assert dx.error.tolist() == [0, 3, 3, 0, 0]
+
+
+def test_grain_is_the_coarsest_power_of_two() -> None:
+    """All values are multiples of the grain, and not all of twice it."""
+    assert running.grain_of(np.array([0.75, 6.0, 0.0])) == -2
+    assert running.grain_of(np.array([0.0])) == running.COARSEST
+    assert running.grain_of(np.array([2.0**-1074, 1.0])) == -1074
+    assert running.grain_of(np.array([np.inf])) is None
+
+
+def test_transformers_and_adam_are_not_carried() -> None:
+    """A bound that is not made for a case says so, and the statistical one takes its place."""
+    case = CASES["ragged"].make("float32")
+    with pytest.raises(NotCarried, match="MLP with ReLU"):
+        running.carry(case, "float32")
+    with pytest.raises(ValueError, match="only exact networks"):
+        bounds.allowed(CASES["ragged"].make("float16"), Layout())
+
+
+# -------------------------------------------------------------------------------------------------------- reduction
+
+
+@given(
+    st.integers(1, 7),
+    st.lists(st.floats(-(2.0**60), 2.0**60, width=32, allow_subnormal=False), min_size=1, max_size=6),
+    st.integers(0, 2**32),
+)
+@settings(max_examples=100)
+def test_reduction_bound_holds_in_any_order(ranks: int, values: list[float], seed: int) -> None:
+    """(W-1) u sum|x| covers every order of additions in float32, as a chain and as a tree."""
+    random = np.random.default_rng(seed)
+    stack = [np.array(random.permuted(values) * random.choice([1, -1, 1 / 3]), np.float32) for _ in range(ranks)]
+    exact, allowed = bounds.reduction(stack, "float32")
+    with np.errstate(over="ignore", invalid="ignore"):
+        random.shuffle(stack)
+        chain = stack[0]
+        for x in stack[1:]:
+            chain = chain + x
+        tree = list(stack)
+        while len(tree) > 1:
+            tree = [tree[i] + tree[i + 1] if i + 1 < len(tree) else tree[i] for i in range(0, len(tree), 2)]
+    for result in (chain, tree[0]):
+        assert (np.abs(result.astype(np.float64) - exact) <= allowed).all()
+
+
+def test_integers_reduce_exactly() -> None:
+    """Integers whose magnitudes sum below 2^24 are held to equality; one unit more, and they are not."""
+    half = np.array([2.0**23], np.float32)
+    assert bounds.reduction([half, half - 1], "float32")[1].max() == 0
+    assert bounds.reduction([half, half + 1, half], "float32")[1].max() > 0
+    assert bounds.reduction([np.array([2.0**-30], np.float32), half], "float32")[1].max() > 0
+
+
+# ------------------------------------------------------------------------------------------------------ statistical
+
+
+def test_student_quantile() -> None:
+    """|t| with as many degrees of freedom as there are runs exceeds the quantile less than once in 10^10 numbers."""
+    n = bounds.SHAKEN_RUNS
+    constant = math.gamma((n + 1) / 2) / (math.sqrt(n * math.pi) * math.gamma(n / 2))
+    t = np.linspace(bounds.QUANTILE, 40 * bounds.QUANTILE, 200_001)
+    density = constant * (1 + t**2 / n) ** (-(n + 1) / 2)
+    assert 1e-12 < 2 * np.trapezoid(density, t) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["ragged", "adamw-groups"])
+def test_statistical_bound_holds_and_is_sharp(name: str) -> None:
+    """Honest float32 runs stay inside; a gradient off by a thousandth, or one element of a weight by 1e-4, does not."""
+    case = CASES[name].make("float32")
+    truth = bounds.truth(case)
+    allowed = bounds.allowed(case, Layout())
+    assert allowed.tier == "statistical"
+    for trace in orders(case, 3):
+        verdict = compare(trace, truth, bounds=allowed.steps)
+        assert verdict.ok, verdict
+    for key in truth.steps[0].gradients:
+        wrong = single.train(case)
+        wrong.steps[0].gradients[key] = wrong.steps[0].gradients[key] * np.float32(1.001)
+        verdict = compare(wrong, truth, bounds=allowed.steps)
+        quiet = np.abs(truth.steps[0].gradients[key]).max() < 1e-6  # zero in theory, such as a key bias
+        assert quiet or (verdict.first is not None and verdict.first.name == f"gradient/{key}"), key
+    wrong.steps[1].parameters["head.norm.weight"][3] += 1e-4
+    assert any(d.name == "parameter/head.norm.weight" for d in compare(wrong, truth, bounds=allowed.steps).divergences)
+
+
+def test_unused_rows_must_be_exact() -> None:
+    """The gradient of an embedding row that no token uses is zero, and no rounding excuses anything else."""
+    case = CASES["ragged"].make("float32")
+    first = case.batches[0]
+    case = replace(case, batches=(replace(first, inputs=first.inputs % 29),))
+    allowed = bounds.allowed(case, Layout()).steps[0]["gradient/embedding.token.weight"]
+    assert not allowed[29:].any()
+    assert allowed[:29].any()
+
+
+def test_shaking_is_as_large_as_rounding() -> None:
+    """A result is off by up to u beside its roundings, a sum of n by u sqrt(n) of its magnitudes; by 0 on average."""
+    a = np.linspace(1, 2, 10_001, dtype=np.float32)
+    library = Library(0)
+    off = bare(library.asarray(a) * np.float32(1.25)).astype(np.float64) / (a.astype(np.float64) * 1.25) - 1
+    assert 2.0**-26 < np.abs(off).mean() < np.abs(off).max() <= 3 * 2.0**-24
+    assert abs(off.mean()) < 2.0**-26 / 10
+    sums = np.array([float(library.asarray(a).sum()) for _ in range(200)]) - math.fsum(a)
+    assert 0.1 < sums.std() / (2.0**-24 * math.sqrt(a.size) * math.fsum(a)) < 1
+
+
+def test_what_does_not_round_is_not_shaken() -> None:
+    """Maximum, comparison, sign, indexing, whole numbers and infinities stay as they are."""
+    x = shake(np.array([[1.0, -2.0, 3.0], [0.5, 0.25, -0.125]], np.float32), np.random.default_rng(0))
+    plain = bare(x)
+    assert np.array_equal(bare(np.maximum(x, 0)), np.maximum(plain, 0))
+    assert np.array_equal(bare(-x), -plain)
+    assert np.array_equal(bare(abs(x)), abs(plain))
+    assert np.array_equal(bare(x.max(axis=1)), plain.max(axis=1))
+    assert np.array_equal(x > 0, plain > 0)
+    assert np.array_equal(bare(x[:, ::2].T), plain[:, ::2].T)
+    assert np.isposinf(bare(x + np.inf)).all()
+    assert not np.array_equal(bare(x * np.float32(1.1)), plain * np.float32(1.1))
+
+
+def test_shaking_stays_in_its_type() -> None:
+    """Results keep their type; what was float32 and is widened is shaken as float32, and a summed half too."""
+    random = np.random.default_rng(0)
+    x = shake(np.ones((40, 40), np.float32), random)
+    assert (x @ x).dtype == np.float32
+    assert isinstance(x @ x, Shaken)
+    wide = x.astype(np.float64)
+    assert 1e-10 < np.abs(bare(wide * 3.0) / 3.0 - 1).max() < 1e-6
+    y = x.copy()
+    y += 1
+    assert isinstance(y, Shaken)
+    half = shake(np.ones(4000, np.float16), random)
+    assert (half + half).dtype == np.float16
+    assert abs(float(half.astype(np.float32).sum()) - 4000) < 1
+    assert np.unique(bare((half.astype(np.float32) * np.float32(0.1)).astype(np.float16))).size > 1
