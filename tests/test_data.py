@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from on_stores import reduced
 from strategies import batch, cases, data_parallel, exact_cases, mlps, optimizers
 from truth import Worlds, hold, hold_exactly
 
@@ -161,3 +162,38 @@ def test_integers_are_bit_equal_in_every_type(worlds: Worlds, compute: str, data
     case = data.draw(exact_cases(compute=compute))
     assert case.precision == Precision(compute)
     hold_exactly(case, data.draw(data_parallel()), worlds)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "total"),
+    [
+        ([[1, 2], [3, 4]], 10),  # the accumulated gradient, not that of the last micro-batch (picotron@d0efdcc)
+        ([[1, 1], [3, 3]], 8),  # the boundary micro-batch is added before the reduction (DeepSpeed#7985)
+        ([[4], [0]], 4),  # a parameter that only rank 0 has a gradient for (horovod#634)
+        ([[1], [2], [4]], 7),  # three ranks see what two do not (microsoft/ark#253)
+    ],
+)
+def test_gradients_add_up(worlds: Worlds, ranks: list[list[float]], total: float) -> None:
+    """Over micro-batches and ranks, once each; the parameter, 5, is no part of it (Megatron-LM#4609)."""
+    assert worlds(len(ranks)).run(reduced, [ranks]) == [[[total]]] * len(ranks)
+
+
+def test_an_infinite_gradient_is_gone_in_the_next_step(worlds: Worlds) -> None:
+    """Clearing an accumulator by subtracting it from itself would leave NaN for ever (horovod@98db0666)."""
+    assert worlds(2).run(reduced, [[[math.inf], [1]], [[1], [2]]]) == [[[math.inf], [3]]] * 2
+
+
+@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2), Layout(dp=2, zero=1), Layout(dp=2, zero=3)])
+def test_clipping_is_of_the_sum(worlds: Worlds, layout: Layout) -> None:
+    """Ranks with (3, 0) and (0, 4) clip to norm 1 as (0.6, 0.8), not as (0.5, 0.5) (horovod#1346)."""
+    model = MLP((2, 1), init="integers")
+    start = single.train(Case(model, SGD(lr=0.0), (batch(model, 1, 1.0, 0, 0),))).steps[0].parameters
+    x, error = np.eye(2), np.array([[3.0], [4.0]])
+    y = x @ start["layers.0.weight"] + start["layers.0.bias"]
+    rows = Batch(x, y - error, np.ones(2, bool))
+    case = Case(model, SGD(lr=1.0), (rows,), clip=1.0, frozen=("layers.0.bias",))
+    (step,) = hold(case, layout, worlds).steps
+    assert step.norm == 5
+    np.testing.assert_array_equal(step.gradients["layers.0.weight"], error)
+    moved = start["layers.0.weight"] - step.parameters["layers.0.weight"]
+    np.testing.assert_allclose(moved, [[0.6], [0.8]], rtol=0, atol=2 * 2.0**-53)  # a quotient and a difference
