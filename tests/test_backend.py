@@ -201,6 +201,24 @@ def test_race(worlds: Callable[[int], World]) -> None:
     assert worlds(2).run(on_backend.race, 2, 1000) == [[], []]
 
 
+def test_the_check_for_a_gpu_runs() -> None:
+    """``benchmarks/gpu_check.py`` prints a line a step, and its exit status says whether all passed."""
+    script, quick = str(HERE.parent / "benchmarks" / "gpu_check.py"), "versions,expressions,refusal,ring"
+    paths = os.pathsep.join([str(HERE / "pretending"), *filter(None, sys.path)])
+    for gpus, passed in (("1", True), ("0", False)):
+        done = subprocess.run(
+            [sys.executable, script, "--only", quick],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "PYTHONPATH": paths, "PRETENDED_GPUS": gpus},
+        )
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [line["step"] for line in lines] == [*quick.split(","), "all"], done.stderr
+        assert (done.returncode == 0) == passed == lines[-1]["passed"], done.stdout
+        assert [line["passed"] for line in lines] == [passed or line["step"] == "refusal" for line in lines]
+
+
 # Every technique, on ranks as a GPU needs them
 
 

@@ -10,6 +10,7 @@ import strictpy
 from strictpy import ndarray
 
 __all__ = ["cuda", "ndarray"]
+__version__ = "pretended"
 
 
 class Device:
@@ -27,14 +28,21 @@ class Device:
 
 
 class runtime:
-    """The call that counts them."""
+    """The calls that count and describe them."""
 
     @staticmethod
     def getDeviceCount() -> int:
-        count = int(os.environ.get("PRETENDED_GPUS", "0"))
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == "-1"
+        count = 0 if hidden else int(os.environ.get("PRETENDED_GPUS", "0"))
         if count == 0:
             raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
         return count
+
+    @staticmethod
+    def getDeviceProperties(number: int) -> dict[str, Any]:
+        return {"name": b"none at all", "totalGlobalMem": 0}
+
+    runtimeGetVersion = driverGetVersion = staticmethod(lambda: 0)
 
 
 class cuda:
