@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MATCHED, MISMATCH, BAD_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 TECHNIQUES = ("ring", "dp", "tp", "pp", "hybrid")
 MOST_RANKS = 512
+MOST_ON_GPUS = 12
 
 
 class BadInput(Exception):
@@ -116,6 +117,15 @@ def parser() -> Parser:
     return top
 
 
+def speaks() -> bool:
+    """Return whether this process prints and writes files: all do, but of MPI's ranks only the first."""
+    if "mpi4py.MPI" not in sys.modules:
+        return True
+    from refpar.comm import mpi
+
+    return mpi.speaks()
+
+
 def where(p: Parser) -> None:
     """Add the options that say where ranks run, and on what."""
     p.add_argument(
@@ -134,7 +144,8 @@ def where(p: Parser) -> None:
 def ranks_for(options: argparse.Namespace, asked: int | None) -> tuple[Callable[[int], Any], int | None]:
     """Return what opens a world of so many ranks, and how many there are at most, None for any number.
 
-    ``asked`` is how many the run needs, where that is known.
+    ``asked`` is how many the run needs, where that is known. Ranks on a GPU are not started by the dozen unasked:
+    each takes hundreds of megabytes of it before it holds anything.
     """
     from refpar import arrays
     from refpar.comm import mpi
@@ -148,7 +159,7 @@ def ranks_for(options: argparse.Namespace, asked: int | None) -> tuple[Callable[
         raise BadInput(error) from None
     from refpar.comm.processes import World
 
-    return functools.partial(World, backend=backend), None
+    return functools.partial(World, backend=backend), None if backend == "numpy" else MOST_ON_GPUS
 
 
 def verify(options: argparse.Namespace) -> int:
@@ -267,11 +278,8 @@ def read(path: Path) -> bytes:
 
 def write(path: Path, text: str, option: str = "--json") -> None:
     """Write a file whole or not at all."""
-    if "mpi4py" in sys.modules:
-        from refpar.comm import mpi
-
-        if not mpi.speaks():
-            return
+    if not speaks():
+        return
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(text)
@@ -367,8 +375,8 @@ def training(verbs: Any) -> None:
     problem.add_argument("--clip", metavar="X", type=fraction, default=1.0, help="limit on the gradient's norm (1)")
     problem.add_argument("--seed", metavar="S", type=natural, default=0, help="of initial values, dropout, batches (0)")
     problem.add_argument("--precision", choices=("float64", "float32", "fp16"), default="float32", help="(float32)")
-    p.add_argument("--backend", metavar="NAME", help="array library of the ranks: numpy or cupy")
-    p.set_defaults(verb=train, transport="processes")
+    where(p)
+    p.set_defaults(verb=train)
 
 
 def train(options: argparse.Namespace) -> int:
@@ -377,9 +385,9 @@ def train(options: argparse.Namespace) -> int:
     from refpar.oracle.verify import package_text
 
     text = package_text() if options.data is None else read(options.data)
-    opened, _ = ranks_for(options, None)
     try:
         case, layout = problem_of(options, text)
+        opened, _ = ranks_for(options, layout.ranks)
         begin = None if options.resume is None else state.load(options.resume)
         if begin is not None:
             begin.check(case)
@@ -397,7 +405,7 @@ def train(options: argparse.Namespace) -> int:
         trace, stopped = longrun.train(case, layout, world=world, start=begin, hear=hear)
     made = trace.begun + len(trace.steps)
     print(f"refpar train: {'stopped' if stopped else 'done'} after step {made} of {options.steps} in {layout}")
-    if options.save is not None:
+    if options.save is not None and speaks():
         try:
             state.save(options.save, trace)
         except state.StateError as error:
