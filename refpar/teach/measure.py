@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -41,8 +42,21 @@ TECHNIQUES: Mapping[str, Layout] = {
 def case(steps: int = 12, precision: Precision | None = None) -> Case:
     """Return a small GPT on the source of refpar: ragged tokens, dropout, a tied embedding, clipping, AdamW."""
     model = GPT(vocabulary=128, context=16, width=18, layers=2, heads=3, dropout=0.1)
-    batches = text_batches(package_text(), steps=steps, rows=12, context=16)
+    batches = text_batches(text(), steps=steps, rows=12, context=16)
     return Case(model, AdamW(lr=0.01, weight_decay=0.1), batches, precision=precision or Precision(), clip=0.05)
+
+
+@cache
+def text() -> bytes:
+    """Return what is trained on: the same from beginning to end, whoever edits the source meanwhile."""
+    return package_text()
+
+
+@contextmanager
+def standing() -> Iterator[Callable[[int], World]]:
+    """Give out worlds that stand until the end: ``world(3)`` is the one of three ranks."""
+    with ExitStack() as stack:
+        yield cache(lambda ranks: stack.enter_context(World(ranks)))
 
 
 # ----------------------------------------------------------------------------------------------- memory
@@ -61,7 +75,7 @@ class Memory:
 def memory(ranks: int = 4) -> tuple[int, dict[str, Memory]]:
     """Run one step of mixed-precision Adam at each stage of ZeRO; return the number of parameters and the bytes."""
     model = GPT(vocabulary=256, context=16, width=32, layers=4, heads=4)
-    batches = text_batches(package_text(), steps=1, rows=2 * ranks, context=16)
+    batches = text_batches(text(), steps=1, rows=2 * ranks, context=16)
     problem = Case(model, AdamW(lr=1e-3), batches, precision=Precision("float16", loss_scale=LossScale(2.0**10)))
     psi = sum(int(np.prod(spec.shape)) for spec in model.build().specs.values())
     found = {}
@@ -132,7 +146,7 @@ def ring_events(comm: Communicator) -> Any:
 def real_run(layout: Layout) -> Run:
     """Record three steps of a GPT big enough that computing shows beside talking."""
     model = GPT(vocabulary=256, context=64, width=96, layers=4, heads=4)
-    batches = text_batches(package_text(), steps=3, rows=16, context=64)
+    batches = text_batches(text(), steps=3, rows=16, context=64)
     problem = Case(model, AdamW(lr=1e-3), batches, precision=Precision("float32"))
     with RecordedWorld(layout.ranks) as world:
         hybrid.run(problem, layout, world=world)
@@ -161,7 +175,7 @@ class Vanishing:
 def vanishing(scale: float = 2.0**13) -> Vanishing:
     """Train a little in float64, and take the next step in float16, without and with a loss scale."""
     model = GPT(vocabulary=256, context=32, width=32, layers=2, heads=4)
-    batches = text_batches(package_text(), steps=16, rows=16, context=32)
+    batches = text_batches(text(), steps=16, rows=16, context=32)
     true = Case(model, AdamW(lr=0.02), batches)
     trace = single.train(true)
     start = trace.steps[-2].parameters
@@ -191,9 +205,11 @@ def truth() -> Trace:
 
 def traces() -> Iterator[tuple[str, Trace]]:
     """Yield every technique's name, and the case trained with it."""
-    for name, layout in TECHNIQUES.items():
-        yield name, hybrid.run(case(), layout)
-    yield "fp16", hybrid.run(case(precision=Precision("float16", loss_scale=LossScale(2.0**10))), Layout(dp=2))
+    halves = case(precision=Precision("float16", loss_scale=LossScale(2.0**10)))
+    with standing() as world:
+        for name, layout in TECHNIQUES.items():
+            yield name, hybrid.run(case(), layout, world=world(layout.ranks))
+        yield "fp16", hybrid.run(halves, Layout(dp=2), world=world(2))
 
 
 def errors() -> dict[str, float]:
@@ -201,9 +217,10 @@ def errors() -> dict[str, float]:
     right, allowed = early()
     problem = right.case
     verdicts = {}
-    for name, layout in TECHNIQUES.items():
-        verdict = compare(hybrid.run(problem, layout), right, bounds=allowed)
-        verdicts[name] = verdict.max_error / verdict.bound if verdict.bound else 0.0
+    with standing() as world:
+        for name, layout in TECHNIQUES.items():
+            verdict = compare(hybrid.run(problem, layout, world=world(layout.ranks)), right, bounds=allowed)
+            verdicts[name] = verdict.max_error / verdict.bound if verdict.bound else 0.0
     return verdicts
 
 
@@ -212,17 +229,17 @@ def mistaken() -> dict[str, float]:
     right, allowed = early()
     problem = right.case
     found = {}
-    for name, mistake in mistakes.CATALOGUE.items():
-        if mistake.seen in ("replicas", "agreement", "mismatch") or mistake.clip != problem.clip:
-            continue
-        try:
-            with World(mistake.layout.ranks) as world:
-                trace = mistakes.run(name, problem, mistake.layout, world=world)
-        except (RankError, AssertionError):
-            continue  # noticed inside the run: there is no number to draw
-        first = compare(trace, right, bounds=allowed).first
-        if first is not None and np.isfinite(first.error) and first.bound > 0:
-            found[name] = first.error / first.bound
+    with standing() as world:
+        for name, mistake in mistakes.CATALOGUE.items():
+            if mistake.seen in ("replicas", "agreement", "mismatch") or mistake.clip != problem.clip:
+                continue
+            try:
+                trace = mistakes.run(name, problem, mistake.layout, world=world(mistake.layout.ranks))
+            except (RankError, AssertionError):
+                continue  # noticed inside the run: there is no number to draw
+            first = compare(trace, right, bounds=allowed).first
+            if first is not None and np.isfinite(first.error) and first.bound > 0:
+                found[name] = first.error / first.bound
     return found
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from refpar import single
-from refpar.case import Case, HostArray, Layout, Step, Trace, text_batches
-from refpar.comm import RankError
+from refpar.case import Case, HostArray, Layout, State, Step, Trace, text_batches
+from refpar.comm import CollectiveMismatch, RankError
 from refpar.comm.communicator import Communicator
 from refpar.comm.processes import World
 from refpar.nn.models import GPT
@@ -51,19 +51,21 @@ def listing() -> list[str]:
 def beside_the_truth(name: str, steps: int = STEPS) -> list[str]:
     """Make the mistake ``name`` and return what its maker would have seen, and what they would not."""
     mistake = CATALOGUE[name]
-    case = problem(mistake, steps)
+    half = 2 if mistake.resumed else 0  # steps before it is resumed
+    case = problem(mistake, 2 * half or steps)
     truth = single.train(case)
     lines = [name, "", *textwrap.wrap(mistake.what, 100), ""]
     lines += textwrap.wrap(f"Made by: {', '.join(mistake.bugs)}.", 100)
     lines.append(
-        f"Here: a small GPT on the source of refpar, {steps} steps of AdamW, {mistake.layout}; made on every rank."
+        f"Here: a small GPT on the source of refpar, {len(case.batches)} steps of AdamW, {mistake.layout}; "
+        + (f"saved after {half} and resumed." if half else "made on every rank.")
     )
     try:
         with World(mistake.layout.ranks) as world:
-            wrong = collect(case, mistake.layout, world.run(train_quietly, name, case, mistake.layout))
+            wrong = run(name, case, half, world)
     except RankError as error:
         return [*lines, "", "WHAT YOU WOULD HAVE SEEN", *crash(error)]
-    return [*lines, *what_shows(truth, wrong), *what_does_not(truth, wrong)]
+    return [*lines, *what_shows(truth, wrong), *what_does_not(truth, wrong, half + EXAMINED)]
 
 
 def problem(mistake: Mistake, steps: int) -> Case:
@@ -76,14 +78,24 @@ def problem(mistake: Mistake, steps: int) -> Case:
 # --------------------------------------------------------------------------------- a run that checks nothing
 
 
-def train_quietly(comm: Communicator, name: str, case: Case, layout: Layout) -> RankTrace:
+def run(name: str, case: Case, half: int, world: World) -> Trace:
+    """Run a case with the mistake, made from the beginning or when the run is resumed after ``half`` steps."""
+    layout = CATALOGUE[name].layout
+    if not half:
+        return collect(case, layout, world.run(train_quietly, name, case, layout))
+    first = hybrid.run(replace(case, batches=case.batches[:half]), layout, world=world)
+    second = collect(case, layout, world.run(train_quietly, name, case, layout, State.after(first)))
+    return replace(second, steps=[*(replace(s, state={}) for s in first.steps), *second.steps][: len(case.batches)])
+
+
+def train_quietly(comm: Communicator, name: str, case: Case, layout: Layout, start: State | None = None) -> RankTrace:
     """Run this rank's part with the mistake, and let replicas drift apart."""
 
     def nothing(recorder: Recorder, right: Any, *args: Any) -> None:
         """Compare no replicas."""
 
     with applied(name), probing(Recorder(comm.transport), "refpar.parallel.hybrid:check_replicas", nothing):
-        return hybrid.train(comm, case, layout)
+        return hybrid.train(comm, case, layout, start)
 
 
 def collect(case: Case, layout: Layout, parts: list[Any]) -> Trace:
@@ -113,8 +125,11 @@ def collect(case: Case, layout: Layout, parts: list[Any]) -> Trace:
 
 def crash(error: RankError) -> Iterator[str]:
     """Tell of a run that came to an end."""
-    yield "  The run stops: ranks are not in the same collective. Without a check of what a message belongs to,"
-    yield "  it would hang, or add up what does not belong together:"
+    if isinstance(error, CollectiveMismatch):
+        yield "  The run stops: ranks are not in the same collective. Without a check of what a message belongs to,"
+        yield "  it would hang, or add up what does not belong together:"
+    else:
+        yield "  The run stops:"
     yield from textwrap.wrap(str(error).splitlines()[0], 100, initial_indent="  ", subsequent_indent="  ")
 
 
@@ -132,14 +147,14 @@ def what_shows(truth: Trace, wrong: Trace) -> Iterator[str]:
     yield from ["", "WHAT YOU WOULD HAVE SEEN: THE LOSS", *table(rows)]
 
 
-def what_does_not(truth: Trace, wrong: Trace) -> Iterator[str]:
-    """Tell what differs, gradients first."""
-    early = replace(truth.case, batches=truth.case.batches[:EXAMINED])
-    right = Trace(early, truth.layout, [replace(step, state={}) for step in truth.steps[:EXAMINED]])
-    verdict = compare(Trace(early, wrong.layout, wrong.steps[:EXAMINED]), right)
+def what_does_not(truth: Trace, wrong: Trace, examined: int) -> Iterator[str]:
+    """Tell what differs in the first steps."""
+    early = replace(truth.case, batches=truth.case.batches[:examined])
+    right = Trace(early, truth.layout, [replace(step, state={}) for step in truth.steps[:examined]])
+    verdict = compare(Trace(early, wrong.layout, wrong.steps[:examined]), right)
     yield from ["", "WHAT YOU WOULD NOT: WHAT DIFFERS FIRST"]
     if verdict.first is None:
-        yield f"  Nothing in the first {EXAMINED} steps."
+        yield f"  Nothing in the first {examined} steps."
         return
     yield from textwrap.wrap(str(verdict.first), 100, initial_indent="  ", subsequent_indent="  ")
     step = verdict.first.step
@@ -148,7 +163,7 @@ def what_does_not(truth: Trace, wrong: Trace) -> Iterator[str]:
     ]
     worst = [m for m in found if m.off > 1e-6]
     if not worst:
-        yield f"  All gradients of step {step} are right: it goes wrong behind them."
+        yield f"  All gradients of step {step} are right."
         return
     yield f"  {len(worst)} of {len(found)} gradients of step {step} are wrong, such as"
     rows = [["", "times the true one", "and beside it"]]
