@@ -9,16 +9,16 @@ import strictpy
 
 from refpar import rng
 from refpar.arrays import array_module, to_host
-from refpar.case import Case, Layout
+from refpar.case import Case, Layout, State
 from refpar.comm import Communicator, ring
 from refpar.parallel import hybrid
 
 Results = dict[str, Any]
 
 
-def train(comm: Communicator, case: Case, layout: Layout) -> hybrid.RankTrace:
+def train(comm: Communicator, case: Case, layout: Layout, start: State | None = None) -> hybrid.RankTrace:
     """Train on arrays of the stand-in."""
-    return hybrid.train(comm, case, layout, xp=strictpy)
+    return hybrid.train(comm, case, layout, start, xp=strictpy)
 
 
 def both(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> tuple[Results, Results]:

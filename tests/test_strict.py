@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import dataclasses
 import importlib.util
 import operator
 import pickle
@@ -25,7 +26,7 @@ import strictpy
 import refpar.arrays
 from refpar import optim, rng, single
 from refpar.arrays import accumulator, array_module, matmul, to_host, total, widen
-from refpar.case import Batch, Case, Layout, Trace
+from refpar.case import Batch, Case, Layout, State, Trace
 from refpar.comm import World, ring
 from refpar.nn import models
 from refpar.nn.layer import At
@@ -566,6 +567,7 @@ LAYOUTS = [
     "pp=3,micro_batches=3",
     "pp=3,micro_batches=2,schedule=gpipe",
     "dp=2,tp=2,pp=2,zero=2,micro_batches=2,recompute=1",
+    "tp=3,pp=2,micro_batches=3,schedule=gpipe,recompute=sqrt",
 ]
 
 
@@ -579,6 +581,18 @@ def test_techniques(worlds: Callable[[int], World], case: Case, layout: str) -> 
     same_dict(flat(one), flat(other))
     assert (one.bytes_held, one.peak_bytes) == (other.bytes_held, other.peak_bytes)
     assert one.ledgers == other.ledgers
+    assert (one.schedule, one.peak_live) == (other.schedule, other.peak_live)
+
+
+@pytest.mark.parametrize("layout", ["dp=3,zero=1", "tp=2,pp=2"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_going_on(worlds: Callable[[int], World], case: Case, layout: str) -> None:
+    """A run goes on from a state on the host, on one device and on many, and leaves it as it is."""
+    split = Layout.parse(layout)
+    start = State.after(single.train(dataclasses.replace(case, batches=case.batches[:1])))
+    one = hybrid.collect(case, split, worlds(split.ranks).run(on_strict.train, case, split, start))
+    same_dict(flat(one), flat(hybrid.run(case, split, world=worlds(split.ranks), start=start)))
+    same_dict(flat(single.train(case, xp=strictpy, start=start)), flat(single.train(case, start=start)))
 
 
 def test_spawned_ranks() -> None:
