@@ -14,9 +14,8 @@ import hashlib
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ from refpar import rng
 from refpar.nn.checkpoint import segment_length
 from refpar.nn.models import GPT, MLP, initial_value
 from refpar.optim import SGD, Adam, AdamW, new_state
-from refpar.precision import LossScaler, Precision, to_compute
+from refpar.precision import LossScaler, Outcome, Precision, to_compute
 
 HostArray = npt.NDArray[Any]
 SCHEDULES = ("1f1b", "gpipe")
@@ -75,7 +74,7 @@ class Case:
     ----------
     model : what is trained
     optimizer : how it is updated
-    batches : one a step, all rows of all ranks
+    batches : one a step, all rows of all ranks; kept as a tuple, unless they are :class:`TextBatches`
     precision : the types
     clip : largest allowed global norm of the gradients, None for no clipping
     divide : where the token count divides: ``"before"`` the backward pass starts, or ``"after"`` the
@@ -86,7 +85,7 @@ class Case:
 
     model: GPT | MLP
     optimizer: SGD | Adam | AdamW
-    batches: tuple[Batch, ...]
+    batches: Sequence[Batch]
     precision: Precision = field(default_factory=Precision)
     clip: float | None = None
     divide: Literal["before", "after"] = "before"
@@ -98,8 +97,10 @@ class Case:
             raise ValueError(f"Case divide is {self.divide!r}: it must be 'before' or 'after'")
         if self.clip is not None and not self.clip > 0:
             raise ValueError(f"Case clip is {self.clip}: it must be positive, or None for no clipping")
-        object.__setattr__(self, "batches", tuple(self.batches))
-        for number, batch in enumerate(self.batches):
+        cut_later = isinstance(self.batches, TextBatches)  # and then one is like all
+        if not cut_later:
+            object.__setattr__(self, "batches", tuple(self.batches))
+        for number, batch in enumerate(self.batches[:1] if cut_later else self.batches):
             check_batch(self.model, batch, f"batch {number}")
         object.__setattr__(self, "frozen", tuple(self.frozen))
         for name in self.frozen:
@@ -108,10 +109,10 @@ class Case:
                     f"Case frozen names {name!r}: it must be a tuple of names of parameters, or of what they are below"
                 )
 
-    @cached_property
+    @property
     def frozen_names(self) -> frozenset[str]:
         """The parameters that get no gradient, no update and no optimizer state."""
-        return frozen_names(self.model.build().specs, self.frozen)
+        return frozen_names(self.model.build().specs, self.frozen) if self.frozen else frozenset()
 
 
 def check_batch(model: GPT | MLP, batch: Batch, what: str) -> None:
@@ -246,9 +247,6 @@ def counts(stages: Any) -> tuple[int, ...]:
     return given
 
 
-Outcome = Literal["updated", "overflow", "no tokens"]
-
-
 @dataclass
 class Step:
     """What one step computed. Arrays are whole, on the host, in the order given here.
@@ -354,7 +352,8 @@ class State:
         for name, spec in case.model.build().specs.items():
             value = initial_value(case.seed, name, spec, types.master) if values is None else values[name]
             masters[name] = value.astype(types.master)
-        state = {name: new_state(case.optimizer, p) for name, p in masters.items() if name not in case.frozen_names}
+        frozen = case.frozen_names
+        state = {name: new_state(case.optimizer, p) for name, p in masters.items() if name not in frozen}
         if types.master != types.compute:
             state = {name: {**own, "master": masters[name]} for name, own in state.items()}
         weights = {name: to_compute(p, types) for name, p in masters.items()}
@@ -447,25 +446,53 @@ def gradient_order(units: Sequence[tuple[str, Any]]) -> list[str]:
     return list(names)
 
 
-def text_batches(data: bytes, *, steps: int, rows: int, context: int, seed: int = 0) -> tuple[Batch, ...]:
-    """Cut batches of next-byte prediction out of real text.
+@dataclass(frozen=True)
+class TextBatches(Sequence[Batch]):
+    """Batches of next-byte prediction, cut out of real text when they are asked for: there may be millions.
 
     Row by row, a passage of ``context + 1`` bytes is chosen at random. The targets of the last part of some
-    rows are masked, as the end of a document would be: ranks then have unequal numbers of tokens.
+    rows are masked, as the end of a document would be: ranks then have unequal numbers of tokens. What a step gets
+    depends on its number and not on how many there are.
 
     Raises
     ------
     ValueError
         Where the text is shorter than one row.
     """
-    text = np.frombuffer(data, np.uint8).astype(np.int64)
-    if len(text) <= context:
-        raise ValueError(f"the text has {len(text)} bytes: one row of {context} needs at least {context + 1}")
-    batches = []
-    for step in range(steps):
-        starts = rng.integers((seed, "text", step), (rows,), 0, len(text) - context)
-        ends = rng.integers((seed, "ends", step), (rows,), 1, 2 * context)  # half of them lie behind the row
-        passages = text[starts[:, None] + np.arange(context + 1)]
-        mask = np.arange(context) < ends[:, None]
-        batches.append(Batch(passages[:, :-1], passages[:, 1:], mask))
-    return tuple(batches)
+
+    data: bytes = field(repr=False)
+    steps: range
+    rows: int
+    context: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        size, context = len(self.data), self.context
+        if size <= context:
+            raise ValueError(f"the text has {size} bytes: one row of {context} needs at least {context + 1}")
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    @overload
+    def __getitem__(self, index: int) -> Batch: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> TextBatches: ...
+
+    def __getitem__(self, index: int | slice) -> Batch | TextBatches:
+        """Cut the batch of one step, or name those of several."""
+        if isinstance(index, slice):
+            return dataclasses.replace(self, steps=self.steps[index])
+        step = self.steps[index]
+        text = np.frombuffer(self.data, np.uint8)
+        starts = rng.integers((self.seed, "text", step), (self.rows,), 0, len(text) - self.context)
+        ends = rng.integers((self.seed, "ends", step), (self.rows,), 1, 2 * self.context)  # half lie behind the row
+        passages = text[starts[:, None] + np.arange(self.context + 1)].astype(np.int64)
+        mask = np.arange(self.context) < ends[:, None]
+        return Batch(passages[:, :-1], passages[:, 1:], mask)
+
+
+def text_batches(data: bytes, *, steps: int, rows: int, context: int, seed: int = 0) -> tuple[Batch, ...]:
+    """Return :class:`TextBatches` as a tuple, all of them cut."""
+    return tuple(TextBatches(data, range(steps), rows, context, seed))

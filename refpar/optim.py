@@ -102,6 +102,11 @@ def learning_rate(optimizer: Optimizer, t: int) -> float:
     return optimizer.lr * t / optimizer.warmup if t < optimizer.warmup else optimizer.lr
 
 
+def next_t(t: int, outcome: str) -> int:
+    """Return the number of updates made: a step that was skipped is none, for Adam and for warm-up (NeMo#3293)."""
+    return t + (outcome == "updated")
+
+
 def decays(spec: ParamSpec) -> bool:
     """Return whether weight decay applies to a parameter: to weights, not to biases and norms."""
     return spec.decay

@@ -25,12 +25,14 @@ from __future__ import annotations
 import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
 from refpar.arrays import Array, accumulator, array_module, widen
 
 FLOATS = ("float16", "float32", "float64")
+Outcome = Literal["updated", "overflow", "no tokens"]
 
 
 @dataclass(frozen=True)
@@ -123,6 +125,14 @@ class LossScaler:
         """Move the scale after a step; ``overflow`` is the verdict of all ranks together."""
         if self.rule is not None and self.rule.dynamic:
             self.scale, self.good = next_scale(self.rule, self.scale, self.good, overflow)
+
+
+def outcome(count: int, overflow: bool) -> Outcome:
+    """Return what becomes of a step: nothing is updated without tokens, nor where any gradient of any rank overflowed.
+
+    A return at the wrong place updates on an overflow, or never (DeepSpeed#7645).
+    """
+    return "no tokens" if count == 0 else "overflow" if overflow else "updated"
 
 
 def next_scale(rule: LossScale, scale: float, good: int, overflow: bool) -> tuple[float, int]:

@@ -26,7 +26,7 @@ import numpy as np
 
 from refpar import optim, precision
 from refpar.arrays import Array, to_host
-from refpar.case import Batch, Case, HostArray, Layout, Outcome, State, Step, Trace, gradient_order
+from refpar.case import Batch, Case, HostArray, Layout, State, Step, Trace, gradient_order
 from refpar.nn import loss as losses
 from refpar.nn.checkpoint import segments
 from refpar.nn.layer import At, Params, Stream, live_bytes
@@ -69,7 +69,8 @@ def train(
     begin.check(case)
     initial = {name: xp.asarray(begin.master(name).copy()) for name in model.specs}
     weights = {name: precision.to_compute(p, types) for name, p in initial.items()}
-    masters = {name: p for name, p in initial.items() if name not in case.frozen_names}
+    frozen = case.frozen_names
+    masters = {name: p for name, p in initial.items() if name not in frozen}
     state = {name: {b: xp.asarray(x.copy()) for b, x in begin.buffers(name).items()} for name in masters}
     order = [name for name in gradient_order(model.units) if name in masters]
     scaler = precision.LossScaler(types.loss_scale, begin.scale, begin.good)
@@ -97,9 +98,9 @@ def train(
         overflow = any(precision.overflowed(g) for g in gradients.values())
         norm = math.sqrt(sum(optim.squared_norm(g) for g in gradients.values()))
 
-        outcome: Outcome = "no tokens" if count == 0 else "overflow" if overflow else "updated"
+        outcome = precision.outcome(count, overflow)
+        t = optim.next_t(t, outcome)
         if outcome == "updated":
-            t += 1
             factor = optim.clip_factor(norm, case.clip)
             for name, g in gradients.items():
                 decays = optim.decays(model.specs[name])

@@ -14,10 +14,10 @@ import numpy as np
 from hypothesis import strategies as st
 
 from refpar import rng
-from refpar.case import Batch, Case, Layout
+from refpar.case import Batch, Case, Layout, State
 from refpar.nn.models import GPT, MLP
 from refpar.optim import SGD, Adam, AdamW
-from refpar.precision import Precision
+from refpar.precision import LossScale, Precision
 
 seeds = st.integers(0, 2**32 - 1)
 few_ranks = st.sampled_from([1, 2, 3, 5])
@@ -185,3 +185,23 @@ def splits(draw: st.DrawFn, cases: st.SearchStrategy[Case] | None = None, **give
 
 
 three_blocks = cases(models=gpts(max_layers=3) | mlps())
+
+
+# Mixed precision: an overflow where it is wanted
+
+
+def overflowing(rows: int, where: int) -> Case:
+    """Return a case in float16 whose second step overflows, in one row, one entry of one gradient.
+
+    The row has 2000 of one feature, where all else is 1. Everything is a small integer, so all layouts agree on
+    every bit, and with a learning rate of 0 it stays so.
+    """
+    model = MLP((3, 2), init="integers")
+    plain = Batch(np.ones((rows, 3)), np.ones((rows, 2)), np.ones(rows, bool))
+    inputs = np.ones((rows, 3))
+    inputs[where, 1] = 2000
+    start = State.initial(Case(model, SGD(lr=0.0), ())).parameters
+    targets = inputs @ start["layers.0.weight"] + start["layers.0.bias"] - 1  # an error of 1 in every row
+    wild = Batch(inputs, targets, np.ones(rows, bool))
+    precision = Precision("float16", loss_scale=LossScale(64.0, interval=2, cap=64.0))
+    return Case(model, SGD(lr=0.0, momentum=0.5), (plain, wild, plain, plain), precision, divide="after")

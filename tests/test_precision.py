@@ -13,7 +13,7 @@ import on_memory
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import batch, exact_cases, gpts, seeds
+from strategies import batch, exact_cases, gpts, overflowing, seeds
 from truth import Worlds, hold_exactly
 
 from refpar import single
@@ -362,29 +362,6 @@ def test_a_transformer_in_halves_is_as_near_as_one_device(
                 assert off[0] <= 2 * max(off[1:]), (name, off)
 
 
-def overflowing(rows: int, where: int, scale: float = 64.0) -> tuple[Case, str]:
-    """Return a case of which one row overflows one entry of one gradient: 2000 of one feature, against 1 of the others.
-
-    Everything is a small integer, so all layouts agree on every bit of the steps before and after.
-    """
-    model = MLP((3, 2), init="integers")
-    plain = Batch(np.ones((rows, 3)), np.ones((rows, 2)), np.ones(rows, bool))
-    inputs = np.ones((rows, 3))
-    inputs[where, 1] = 2000
-    start = State.initial(Case(model, SGD(lr=0.25), ())).parameters
-    targets = inputs @ start["layers.0.weight"] + start["layers.0.bias"] - 1
-    wild = Batch(inputs, targets, np.ones(rows, bool))
-    rule = LossScale(scale, interval=2)
-    case = Case(
-        model,
-        SGD(lr=0.0, momentum=0.5, warmup=3),
-        (plain, wild, plain, plain),
-        Precision("float16", loss_scale=rule),
-        divide="after",
-    )
-    return case, "layers.0.weight"
-
-
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("where", [0, 2, 5])
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -394,7 +371,8 @@ def test_an_overflow_on_one_rank_is_known_to_all(worlds: Worlds, stage: int, whe
     The shard with the infinite entry belongs to one owner alone (pytorch/pytorch#115710), and a later micro-batch
     without overflow does not take the verdict back (Paddle#35144). That ranks agree is asserted in every run.
     """
-    case, name = overflowing(6, where)
+    case = overflowing(6, where)
+    name = "layers.0.weight"
     trace = hold_exactly(case, Layout(dp=3, zero=stage, micro_batches=micro_batches), worlds)
     assert [step.outcome for step in trace.steps] == ["updated", "overflow", "updated", "updated"]
     infinite = ~np.isfinite(trace.steps[1].gradients[name])
@@ -406,7 +384,7 @@ def test_an_overflow_on_one_rank_is_known_to_all(worlds: Worlds, stage: int, whe
 @pytest.mark.parametrize("stage", range(4))
 def test_a_skipped_step_changes_nothing_but_the_scale(worlds: Worlds, stage: int) -> None:
     """Weights, masters, moments, step count and warm-up stay, to the bit; scale and growth counter move (NeMo#3293)."""
-    case, _ = overflowing(6, 4)
+    case = overflowing(6, 4)
     case = replace(case, optimizer=AdamW(lr=0.25, weight_decay=0.5, warmup=3))
     trace = hybrid.run(case, Layout(dp=3, zero=stage), world=worlds(3))
     first, skipped, after, last = trace.steps

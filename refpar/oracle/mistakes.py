@@ -44,9 +44,13 @@ class Mistake:
     layout : the smallest layout in which it shows
     seen : what it is seen by first: a name of :meth:`refpar.case.Step.items` or its part before the ``/``;
         ``"replicas"`` where ranks that should hold equal weights do not, ``"agreement"`` where they report
-        different counts, losses or norms, ``"mismatch"`` where they are not in the same collective
+        different counts, losses or norms, ``"mismatch"`` where they are not in the same collective, ``"pieces"``
+        where theirs do not make up a whole, ``"recomputation"`` where a second forward pass is not the first
     clip : the limit on the gradient's norm with which it shows
     resumed : whether it is made when a run is resumed
+    scaled : whether it shows under a loss scale, in float16, alone
+    frozen : what must be frozen for it to show
+    heard : a function, as ``module:attribute``, whose last arguments it has to know
     """
 
     name: str
@@ -58,6 +62,9 @@ class Mistake:
     seen: str
     clip: float
     resumed: bool = False
+    scaled: bool = False
+    frozen: tuple[str, ...] = ()
+    heard: str = ""
 
     @property
     def what(self) -> str:
@@ -72,13 +79,18 @@ Wrong = Callable[..., Any]
 
 
 def mistake(
-    target: str, *bugs: str, layout: str, seen: str, clip: float = 0.05, resumed: bool = False
-) -> Callable[[Wrong], Wrong]:
+    target: str, *bugs: str, layout: str, seen: str, clip: float | None = None, resumed: bool = False,
+    scaled: bool = False, frozen: tuple[str, ...] = (), heard: str = "",
+) -> Callable[[Wrong], Wrong]:  # fmt: skip
     """Enter the decorated function into the catalogue under its own name."""
+    if clip is None:
+        clip = 1e6 if scaled else 0.05
 
     def enter(wrong: Wrong) -> Wrong:
         name = wrong.__name__
-        CATALOGUE[name] = Mistake(name, target, wrong, bugs, SECTIONS[-1], Layout.parse(layout), seen, clip, resumed)
+        CATALOGUE[name] = Mistake(
+            name, target, wrong, bugs, SECTIONS[-1], Layout.parse(layout), seen, clip, resumed, scaled, frozen, heard
+        )
         return wrong
 
     return enter
@@ -106,14 +118,38 @@ def applied(name: str) -> Iterator[None]:
     holder, attribute = resolve(chosen.target)
     right = inspect.getattr_static(holder, attribute)
 
-    @functools.wraps(right)
-    def wrong(*args: Any, **options: Any) -> Any:
-        return chosen.wrong(right, *args, **options)
+    with listening(chosen.heard) as heard:
 
-    wrong.mistake = name  # type: ignore[attr-defined]
-    setattr(holder, attribute, wrong)
+        @functools.wraps(right)
+        def wrong(*args: Any, **options: Any) -> Any:
+            return chosen.wrong(right, *args, **options, **heard)
+
+        wrong.mistake = name  # type: ignore[attr-defined]
+        setattr(holder, attribute, wrong)
+        try:
+            yield
+        finally:
+            setattr(holder, attribute, right)
+
+
+@contextlib.contextmanager
+def listening(target: str) -> Iterator[dict[str, Any]]:
+    """Keep the arguments of the last call of ``target`` under ``"heard"``; where it is empty, nothing."""
+    heard: dict[str, Any] = {}
+    if not target:
+        yield heard
+        return
+    holder, attribute = resolve(target)
+    right = inspect.getattr_static(holder, attribute)
+
+    @functools.wraps(right)
+    def listen(*args: Any) -> Any:
+        heard["heard"] = args
+        return right(*args)
+
+    setattr(holder, attribute, listen)
     try:
-        yield
+        yield heard
     finally:
         setattr(holder, attribute, right)
 
@@ -514,3 +550,191 @@ def data_begun_anew(right: Wrong, case: Case, start: State | None) -> State:
     """The place in the data is not saved: rows that were seen come again, and the last are never seen."""
     begin: State = right(case, start)
     return replace(begin, step=0)
+
+
+section("what replicas do not keep twice")
+
+
+@mistake("refpar.parallel.zero:owned", "microsoft/DeepSpeed#1380", layout="dp=4,zero=2", seen="pieces")
+def shards_rounded_down(right: Wrong, size: int, ranks: int, rank: int) -> range:
+    """Every rank owns n // N elements, and nobody what is left over: rebuilt weights are short."""
+    return range(size // ranks * rank, size // ranks * (rank + 1))
+
+
+@mistake("refpar.parallel.zero:rank_major", "microsoft/DeepSpeed#8158", "facebookresearch/fairscale#483",
+         layout="dp=3,zero=2", seen="gradient")  # fmt: skip
+def shards_in_order_of_parameters(right: Wrong, sizes: Any, ranks: int) -> list[tuple[int, str, range]]:
+    """Pieces travel parameter by parameter, and are taken apart as if owner by owner: each goes to its neighbour."""
+    return sorted(right(sizes, ranks), key=lambda piece: list(sizes).index(piece[1]))
+
+
+@mistake("refpar.parallel.zero:Zero.publish", "xrsrke/pipegoose@5cb82e1", layout="dp=2,zero=1", seen="replicas")
+def updated_shards_stay_at_home(right: Wrong, self: Any) -> None:
+    """Each rank updates what it owns and writes what the others have sent into a copy."""
+    before = {name: array_module(p).array(p) for name, p in self.weights.items()}
+    right(self)
+    for name, p in before.items():
+        own = array_module(p).array(self.own_weights(name))
+        self.weights[name][...] = p
+        self.own(name, self.weights[name])[...] = own
+
+
+@mistake("refpar.parallel.zero:Zero.begin", "microsoft/DeepSpeed#7780", layout="dp=2,zero=2", seen="gradient")
+def owned_gradients_not_cleared(right: Wrong, self: Any) -> None:
+    """The shards of the gradient are not cleared after a step: the next ones are added to them."""
+    before = getattr(self, "gradients", {})
+    right(self)
+    self.gradients = before
+
+
+@mistake("refpar.parallel.zero:Zero.hand_over", "microsoft/DeepSpeed#3832", layout="dp=2,zero=2,bucket=20",
+         seen="gradient")  # fmt: skip
+def gradients_larger_than_a_bucket_lost(right: Wrong, self: Any, names: Sequence[str]) -> None:
+    """What does not fit into a bucket is listed in it, but its numbers are never put there."""
+    for name in names:
+        if self.sizes[name] > self.bucket:
+            self.arriving[name] = array_module(self.arriving[name]).zeros_like(self.arriving[name])
+    right(self, names)
+
+
+@mistake("refpar.case:frozen_names", "microsoft/DeepSpeed#8029", "facebookresearch/fairscale#614",
+         layout="dp=2,zero=1", seen="norm", frozen=("blocks.0",))  # fmt: skip
+def frozen_parameters_trained(right: Wrong, names: Any, frozen: Sequence[str]) -> frozenset[str]:
+    """The optimizer takes in every parameter: frozen ones count in the norm, decay and are updated."""
+    return frozenset()
+
+
+@mistake("refpar.parallel.hybrid:make_store", "microsoft/DeepSpeed#762", "NVIDIA/Megatron-LM@2922bb6d75",
+         layout="dp=2,zero=1", seen="state", resumed=True, scaled=True)  # fmt: skip
+def masters_not_loaded(right: Wrong, mesh: Any, units: Any, case: Case, begin: State, xp: Any) -> Any:
+    """Weights are loaded and their float32 masters are not: the first update throws the loaded weights away."""
+    store = right(mesh, units, case, begin, xp)
+    fresh = right(mesh, units, case, State.initial(case), xp)
+    for name, master in store.masters.items():
+        master[...] = fresh.masters[name]
+    return store
+
+
+section("recomputation")
+
+
+@mistake("refpar.nn.checkpoint:recompute_at", "allenai/OLMo-core#828", "pytorch/pytorch#14253",
+         layout="dp=1,recompute=block", seen="recomputation")  # fmt: skip
+def recomputed_with_another_mask(right: Wrong, at: Any) -> Any:
+    """Dropout draws anew in the second forward pass: the gradient is that of another network."""
+    return replace(at, seed=at.seed + 1)
+
+
+@mistake("refpar.nn.checkpoint:segment", "NVIDIA/Megatron-LM@fc2c81d3a6", layout="dp=1,recompute=2", seen="loss")
+def every_layer_gets_the_first_input(right: Wrong, group: Any) -> Any:
+    """The layers of a segment all get its input, and the last one's output is passed on."""
+    return right(group[-1:])
+
+
+@mistake("refpar.nn.checkpoint:segments", "NVIDIA/Megatron-LM#3562", layout="dp=1,recompute=3", seen="loss")
+def short_segment_left_out(right: Wrong, units: Any, recompute: str, keep: Any = None) -> Any:
+    """What remains where the length of a segment does not divide the number of blocks is never run."""
+    inner = [unit for unit in units if unit[0] not in (keep or ())]
+    left_out = inner[len(inner) - len(inner) % int(recompute) :]
+    return right([unit for unit in units if unit not in left_out], recompute, keep)
+
+
+section("float16 and the loss scale")
+
+WITH_SCALE = "refpar.nn.loss:seed_and_divisor"  # (divide, scale, count)
+
+
+@mistake("refpar.optim:squared_norm", "facebookresearch/fairscale#263", layout="dp=1", seen="norm", clip=1e6)
+def squares_in_halves(right: Wrong, g: Array) -> float:
+    """The squares of the norm are formed in float16: a healthy gradient of 256 has an infinite one."""
+    half = g.astype("float16")
+    return float((half * half).sum(dtype="float32"))
+
+
+@mistake(WITH_SCALE, "NVIDIA/Megatron-LM@0b14cc27cc", layout="dp=1", seen="outcome", scaled=True)
+def loss_not_scaled(right: Wrong, divide: Any, scale: float, count: int) -> tuple[float, float]:
+    """The scale is set where nobody reads it: the loss is not multiplied by it, the gradient is divided by it."""
+    seed, divisor = right(divide, scale, count)
+    return seed / scale, divisor
+
+
+@mistake("refpar.precision:unscale", "huggingface/accelerate#115", layout="dp=1", seen="gradient", scaled=True,
+         heard=WITH_SCALE)  # fmt: skip
+def unscaled_twice(right: Wrong, gradient: Array, divisor: float, heard: Any) -> Array:
+    """Both a wrapper and the optimizer in it divide by the scale."""
+    _, scale, _ = heard
+    return right(gradient, divisor) / scale
+
+
+@mistake("refpar.precision:accumulate", "huggingface/accelerate#641", layout="dp=1,micro_batches=2", seen="gradient",
+         scaled=True, heard=WITH_SCALE)  # fmt: skip
+def unscaled_inside_the_window(
+    right: Wrong, into: dict[str, Array], name: str, gradient: Array, dtype: str, heard: Any
+) -> None:
+    """What has been accumulated is unscaled before the next micro-batch is added to it, which is scaled."""
+    _, scale, _ = heard
+    if name in into:
+        into[name] = into[name] / scale
+    right(into, name, gradient, dtype)
+
+
+@mistake("refpar.optim:clip_factor", "milesial/Pytorch-UNet#468", "NVIDIA/apex#1512", layout="dp=1", seen="state",
+         clip=64.0, scaled=True, heard=WITH_SCALE)  # fmt: skip
+def clipped_while_scaled(right: Wrong, norm: float, max_norm: float | None, heard: Any) -> float:
+    """The norm of the scaled gradient is held to the limit: updates are S times too small, training stands still."""
+    _, scale, _ = heard
+    return float(right(norm * scale, max_norm))
+
+
+@mistake("refpar.optim:update", "chainer/chainer#7335", layout="dp=1", seen="state", scaled=True, heard=WITH_SCALE)
+def decay_added_while_scaled(
+    right: Wrong, optimizer: Any, p: Array, g: Array, state: Any, t: int, decay: bool, heard: Any
+) -> None:
+    """The L2 term is added before the gradient is unscaled, and divided by the scale with it."""
+    _, scale, _ = heard
+    right(replace(optimizer, weight_decay=optimizer.weight_decay / scale), p, g, state, t, decay)
+
+
+@mistake("refpar.precision:next_scale", "pytorch/pytorch#98876", layout="dp=1", seen="scale", scaled=True)
+def scale_without_a_cap(right: Wrong, rule: Any, scale: float, good: int, overflow: bool) -> tuple[float, int]:
+    """The scale goes on growing for as long as nothing overflows, and ends in infinity."""
+    result: tuple[float, int] = right(replace(rule, cap=2.0**127), scale, good, overflow)
+    return result
+
+
+@mistake("refpar.parallel.hybrid:agree", "pytorch/pytorch#115710", layout="dp=3,zero=2", seen="mismatch", scaled=True)
+def overflow_known_to_one_rank(
+    right: Wrong, world: Communicator, loss_sum: float, counted: Any, seen: Any, *rest: Any
+) -> tuple[float, float, bool]:
+    """The flag is read before it was exchanged: the rank that owns the infinite gradient skips, the others do not."""
+    seen = list(seen)
+    loss, norm, _ = right(world, loss_sum, counted, seen, *rest)
+    return loss, norm, any(not bool(array_module(g).isfinite(g).all()) for g in seen)
+
+
+@mistake("refpar.precision:accumulate", "PaddlePaddle/Paddle#35144", layout="dp=1,micro_batches=2", seen="outcome",
+         scaled=True)  # fmt: skip
+def early_overflow_forgotten(right: Wrong, into: dict[str, Array], name: str, gradient: Array, dtype: str) -> None:
+    """The flag is that of the last micro-batch: what overflowed in an earlier one is left out, and the step is made."""
+    if name in into:
+        xp = array_module(into[name])
+        into[name] = xp.where(xp.isfinite(into[name]), into[name], 0)
+    right(into, name, gradient, dtype)
+
+
+@mistake("refpar.optim:next_t", "NVIDIA/NeMo#3293", "huggingface/accelerate#4242", layout="dp=1", seen="t", scaled=True)
+def skipped_steps_counted(right: Wrong, t: int, outcome: str) -> int:
+    """Step count, warm-up and Adam's bias correction advance although the step was skipped."""
+    return t + 1
+
+
+@mistake("refpar.precision:outcome", "microsoft/DeepSpeed#7645", layout="dp=1", seen="outcome", scaled=True)
+def updated_on_an_overflow(right: Wrong, count: int, overflow: bool) -> Any:
+    """A return in the wrong branch: the step is made where it must be skipped."""
+    return right(count, False)
+
+
+@mistake("refpar.precision:outcome", "microsoft/DeepSpeed#7645", layout="dp=1", seen="outcome")
+def never_updated(right: Wrong, count: int, overflow: bool) -> Any:
+    """A return outside its branch: no step is ever made, and the loss stays where it is."""
+    return right(count, True)

@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from refpar.arrays import Array, to_host
-from refpar.case import Case, HostArray, Layout, Outcome, Step, Trace, gradient_order
+from refpar.case import Case, HostArray, Layout, Step, Trace, gradient_order
 from refpar.comm import ring
 from refpar.parallel import placement
 from refpar.parallel.mesh import Mesh
 from refpar.parallel.placement import Piece
+from refpar.precision import Outcome
 
 
 @dataclass

@@ -28,7 +28,7 @@ import numpy as np
 
 from refpar import optim, precision
 from refpar.arrays import Array
-from refpar.case import Case, Layout, Outcome, State, Trace
+from refpar.case import Case, Layout, State, Trace
 from refpar.comm import ring
 from refpar.comm.communicator import Communicator, Ranks
 from refpar.comm.processes import World
@@ -125,9 +125,9 @@ def train(
         loss_sum = stage.loss_sum if mesh.tp.rank == 0 else 0.0
         loss_sum, norm, overflow = agree(comm, loss_sum, counted, gradients.values())
 
-        outcome: Outcome = "no tokens" if count == 0 else "overflow" if overflow else "updated"
+        outcome = precision.outcome(count, overflow)
+        t = optim.next_t(t, outcome)
         if outcome == "updated":
-            t += 1
             factor = optim.clip_factor(norm, case.clip)
             for name, g in gradients.items():
                 decays = optim.decays(model.specs[name])
