@@ -416,7 +416,7 @@ def train(options: argparse.Namespace) -> int:
 
 def problem_of(options: argparse.Namespace, text: bytes) -> Any:
     """Return case and layout, or raise ValueError with what cannot be."""
-    from refpar.case import Case, Layout, text_batches
+    from refpar.case import Case, Layout, TextBatches
     from refpar.nn.models import GPT
     from refpar.optim import AdamW
     from refpar.parallel.mesh import check
@@ -430,7 +430,7 @@ def problem_of(options: argparse.Namespace, text: bytes) -> Any:
     check(layout, model.build())
     types = Precision("float16", loss_scale=LossScale()) if o.precision == "fp16" else Precision(o.precision)
     optimizer = AdamW(o.lr, weight_decay=0.1, warmup=o.warmup)
-    batches = text_batches(text, steps=o.steps, rows=o.rows, context=o.context, seed=o.seed)
+    batches = TextBatches(text, range(o.steps), o.rows, o.context, o.seed)
     return Case(model, optimizer, batches, types, clip=o.clip or None, seed=o.seed), layout
 
 

@@ -4,8 +4,9 @@ The file is a safetensors file: no code is in it, and nothing is unpickled. It h
 
     parameter/NAME         the weights, whole, in the type they are computed with
     state/NAME/BUFFER      what the optimizer keeps, whole, and "master" where the weights are float16
-    metadata               step, t, scale and growth counter; the options of the case, and a digest of the batches
-                           taken, by which a run that does not belong to it is refused; a checksum of all of it
+    metadata               "refpar state", JSON: step, t, scale and growth counter; the options of the case, and a
+                           digest of the batches taken, by which a run that does not belong to it is refused; a
+                           checksum of all of it
 
 A shard of one layout is of no use in another: a moment saved with a rank's offset is loaded at another rank's
 (DeepSpeed#5105), and state that belongs to nobody's shard gets lost (AReaL#1468). So there are none in the file; a rank
@@ -18,15 +19,18 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from refpar.case import HostArray, State, Trace
 
-FORMAT, VERSION = "refpar state", 1
+KEY, VERSION = "refpar state", 1
+"""Where the numbers stand in the metadata. One entry: the order of several is not the same in every file."""
 
 
 class StateError(ValueError):
@@ -47,18 +51,17 @@ def save(path: str | os.PathLike[str], state: State | Trace) -> None:
     arrays = {f"parameter/{name}": x for name, x in state.parameters.items()}
     arrays |= {f"state/{name}/{buffer}": x for name, own in state.state.items() for buffer, x in own.items()}
     arrays = {name: np.ascontiguousarray(x) for name, x in arrays.items()}
-    metadata = {
-        "format": FORMAT,
-        "version": str(VERSION),
-        "step": str(state.step),
-        "t": str(state.t),
+    numbers = {
+        "version": VERSION,
+        "step": state.step,
+        "t": state.t,
         "scale": state.scale.hex(),
-        "good": str(state.good),
+        "good": state.good,
         "data": state.data,
-        "case": json.dumps(dict(state.identity)),
+        "case": dict(state.identity),
     }
-    metadata["checksum"] = checksum(arrays, metadata)
-    write_whole(Path(path), serialize(arrays, metadata))
+    numbers["checksum"] = checksum(arrays, numbers)
+    write_whole(Path(path), serialize(arrays, {KEY: json.dumps(numbers)}))
 
 
 def load(path: str | os.PathLike[str]) -> State:
@@ -75,26 +78,28 @@ def load(path: str | os.PathLike[str]) -> State:
 
     try:
         with safe_open(os.fspath(path), framework="np") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT:
+            text = (file.metadata() or {}).get(KEY)
+            if text is None:
                 raise StateError(f"{path}: not a state that refpar saved")
-            if metadata.get("version") != str(VERSION):
-                found = metadata.get("version")
-                raise StateError(f"{path}: saved in format version {found}; this refpar reads version {VERSION}")
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a mapping)
     except OSError as error:
         raise StateError(f"{path}: {error.strerror or error}") from None
     except SafetensorError as error:
         raise StateError(f"{path}: cut off, or no safetensors file at all ({error})") from None
-    if metadata.pop("checksum", "") != checksum(arrays, metadata):
-        raise StateError(f"{path}: altered since it was saved: its checksum is another")
     try:
-        return put_together(arrays, metadata)
-    except (KeyError, ValueError, TypeError) as error:
-        raise StateError(f"{path}: its metadata is not what refpar writes ({error})") from None
+        numbers = dict(json.loads(text))
+        if numbers["version"] != VERSION:
+            raise StateError(f"{path}: in format version {numbers['version']}; this refpar reads version {VERSION}")
+        if numbers.pop("checksum") != checksum(arrays, numbers):
+            raise StateError(f"{path}: altered since it was saved: its checksum is another")
+        return put_together(arrays, numbers)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise StateError(f"{path}: its metadata is not what refpar writes ({error!r})") from None
 
 
-def put_together(arrays: Mapping[str, HostArray], metadata: Mapping[str, str]) -> State:
+def put_together(arrays: Mapping[str, HostArray], numbers: Mapping[str, Any]) -> State:
     """Return the state that the entries of a file make up."""
     parameters: dict[str, HostArray] = {}
     buffers: dict[str, dict[str, HostArray]] = {}
@@ -106,21 +111,21 @@ def put_together(arrays: Mapping[str, HostArray], metadata: Mapping[str, str]) -
             name, _, buffer = name.rpartition("/")
             buffers.setdefault(name, {})[buffer] = x
     return State(
-        identity=dict(json.loads(metadata["case"])),
-        data=metadata["data"],
-        step=int(metadata["step"]),
-        t=int(metadata["t"]),
-        scale=float.fromhex(metadata["scale"]),
-        good=int(metadata["good"]),
+        identity={str(name): str(value) for name, value in numbers["case"].items()},
+        data=str(numbers["data"]),
+        step=operator.index(numbers["step"]),
+        t=operator.index(numbers["t"]),
+        scale=float.fromhex(numbers["scale"]),
+        good=operator.index(numbers["good"]),
         parameters=parameters,
         state=buffers,
     )
 
 
-def checksum(arrays: Mapping[str, HostArray], metadata: Mapping[str, str]) -> str:
-    """Return a digest of all names, types, shapes and values."""
+def checksum(arrays: Mapping[str, HostArray], numbers: Mapping[str, Any]) -> str:
+    """Return a digest of all numbers, and of all names, types, shapes and values."""
     result = hashlib.blake2b(digest_size=16)
-    result.update(repr(sorted(metadata.items())).encode())
+    result.update(json.dumps(numbers, sort_keys=True).encode())
     for name, x in sorted(arrays.items()):
         result.update(repr((name, x.dtype.name, x.shape)).encode())
         result.update(x.tobytes())
