@@ -5,9 +5,9 @@
 #     ranks 0 and 1                     ranks 2 and 3
 #
 # Neither side has any other network, so whatever ranks of A and B say to each other goes through the cable, whose
-# counters are shown: replicas are on different sides, so at least the bytes of dp, and results. MPI is kept to TCP, as on real hosts, since
-# it would find the memory that these two share. In the place of ssh, which mpiexec would use to start ranks on the
-# other host, stands a script that enters its namespace.
+# counters are shown: replicas are on different sides, so at least the bytes of dp, and results. MPI is kept to TCP, as
+# on real hosts, since it would find the memory that these two share. In the place of ssh, which mpiexec would use to
+# start ranks on the other host, stands a script that enters its namespace.
 #
 #     sudo benchmarks/mpi_hosts.sh [PYTHON]        # writes benchmarks/results/mpi_hosts.txt
 #

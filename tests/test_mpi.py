@@ -25,6 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from refpar import state
 from refpar.arrays import Unavailable
 from refpar.cli import BAD_INPUT, FAILED, INTERRUPTED, MATCHED, MISMATCH
 from refpar.comm import World, mpi
@@ -124,6 +125,27 @@ def test_verify_runs_what_there_are_ranks_for() -> None:
     done = mpiexec(2, "-m", "refpar", "verify", "--only", "ring,dp", "--steps", "1", "--transport", "mpi", runner=())
     assert done.returncode == MATCHED, done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()[1:-1]] == [["ring", "2"], ["dp", "1"], ["dp", "2"]]
+
+
+@needs_mpi
+def test_train(tmp_path: Path) -> None:
+    """``refpar train`` saves what it saves on processes, once; and resumes it in another layout."""
+    (tmp_path / "text").write_bytes(bytes(range(256)))
+    small = ["train", "--data", str(tmp_path / "text"), "--precision", "fp16", "--layers", "1", "--width", "12"]
+    small += ["--heads", "3", "--context", "8", "--rows", "6"]
+    layout = ["--dp", "2", "--tp", "2", "--zero", "1", "--steps", "3", "--save"]
+    done = mpiexec(4, "-m", "refpar", *small, *layout, str(tmp_path / "mpi"), "--transport", "mpi")
+    assert (done.returncode, done.stderr) == (MATCHED, "")
+    local = [sys.executable, "-m", "refpar", *small, *layout, str(tmp_path / "processes")]
+    subprocess.run(local, check=True, capture_output=True)
+    same(state.load(tmp_path / "mpi"), state.load(tmp_path / "processes"))
+    other = ["--pp", "2", "--steps", "4", "--resume", str(tmp_path / "mpi"), "--transport", "mpi"]
+    done = mpiexec(2, "-m", "refpar", *small, *other)
+    assert done.returncode == MATCHED, done.stderr
+    assert done.stdout.splitlines()[-1].endswith("done after step 4 of 4 in dp=1,pp=2")
+    done = mpiexec(2, "-m", "refpar", *small, "--dp", "3", "--transport", "mpi")
+    assert done.returncode == BAD_INPUT
+    assert "3 ranks were asked for; MPI has started 2" in done.stderr
 
 
 SABOTAGED = """
