@@ -27,6 +27,7 @@ from refpar.oracle.mistakes import CATALOGUE, Mistake, applied
 from refpar.oracle.verify import package_text
 from refpar.parallel import hybrid
 from refpar.parallel.assembly import RankTrace
+from refpar.precision import LossScale, Precision
 from refpar.teach.recorder import Recorder, probing
 from refpar.teach.toy import table
 
@@ -72,7 +73,10 @@ def problem(mistake: Mistake, steps: int) -> Case:
     """Return the case on which a mistake is made: real text, ragged tokens, dropout, a tied embedding, decay."""
     model = GPT(vocabulary=128, context=16, width=18, layers=2, heads=3, dropout=0.1)
     batches = text_batches(package_text(), steps=steps, rows=14, context=16)
-    return Case(model, AdamW(lr=0.01, weight_decay=0.1), batches, clip=mistake.clip)
+    scale = LossScale(2.0**18, interval=1, cap=2.0**18)  # the second step overflows
+    types = Precision("float16", loss_scale=scale) if mistake.scaled else Precision()
+    optimizer = AdamW(lr=0.01, weight_decay=0.1)
+    return Case(model, optimizer, batches, types, clip=mistake.clip, frozen=mistake.frozen)
 
 
 # --------------------------------------------------------------------------------- a run that checks nothing
