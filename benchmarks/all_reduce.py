@@ -40,6 +40,7 @@ TUNED = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 RESULTS = Path(__file__).parent / "results" / "all_reduce.txt"
 
 Times = dict[str, list[float]]  # by size, seconds of every call
+Launch = tuple[dict[str, dict[str, float]], dict[str, str]]  # median seconds by side and size; versions
 
 
 def timed(call: Callable[[], Any], barrier: Callable[[], Any], nbytes: int) -> list[float]:
@@ -147,11 +148,12 @@ def means(everybody: list[Times]) -> Times:
     }
 
 
-def launch(ranks: int, blocks: int, openmpi: str | None, versions: dict[str, str]) -> dict[str, dict[str, float]]:
-    """Return the median time by side and size, of processes started for it."""
+def launch(ranks: int, blocks: int, openmpi: str | None) -> Launch:
+    """Return the median time by side and size, of processes started for it, and the versions of the MPIs."""
     from refpar import World
 
     sides: dict[str, list[Times]] = {}
+    versions = {}
     with World(ranks) as world, tempfile.TemporaryDirectory() as folder:
         for _ in range(blocks):
             sides.setdefault("refpar", []).append(means(world.run(ours)))
@@ -162,10 +164,38 @@ def launch(ranks: int, blocks: int, openmpi: str | None, versions: dict[str, str
             versions["MPICH"], times = mpi(sys.executable, ranks)
             sides.setdefault("MPICH", []).append(means(times))
             sides.setdefault("gloo", []).append(means(world.run(gloo, f"{folder}/gloo")))
-    return {
-        side: {name: statistics.median(t for block in blocks_ for t in block[name]) for name in SIZES}
-        for side, blocks_ in sides.items()
+    medians = {
+        side: {name: statistics.median(t for block in taken for t in block[name]) for name in SIZES}
+        for side, taken in sides.items()
     }
+    return medians, versions
+
+
+def report(measured: dict[int, list[Launch]], blocks: int) -> str:
+    """Return the table of all launches, by number of ranks, and which targets were met."""
+    lines = [
+        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
+        f"{len(next(iter(measured.values())))} launches of {blocks} blocks; float32; refpar's time in microseconds",
+        "(median of the launches), and as a multiple of the others' (median, and least to most over the launches)",
+        "",
+    ]
+    verdicts, versions = [], {}
+    for ranks, launches in measured.items():
+        others = [side for side in launches[0][0] if side != "refpar"]
+        lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(22) for side in others))
+        for name in SIZES:
+            line = name.rjust(8) + f"{statistics.median(t['refpar'][name] for t, _ in launches) * 1e6:12,.0f}"
+            for side in others:
+                ratios = sorted(t["refpar"][name] / t[side][name] for t, _ in launches)
+                middle = statistics.median(ratios)
+                line += f"{middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})".rjust(22)
+                for most in (most for *which, most in TARGETS if which == [ranks, name, side]):
+                    word = "met" if middle <= most else "MISSED"
+                    verdicts.append(f"{ranks} ranks, {name}: {middle:.2f} of {side}, at most {most} wanted: {word}")
+            lines.append(line)
+        lines.append("")
+        versions.update(launches[-1][1])
+    return "\n".join([*lines, *verdicts, "", *(f"{side}: {v}" for side, v in versions.items())]) + "\n"
 
 
 def main() -> None:
@@ -177,34 +207,11 @@ def main() -> None:
     options = parser.parse_args()
     for name in TUNED:
         os.environ.pop(name, None)
-
-    versions: dict[str, str] = {}
-    lines = [
-        f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
-        f"{options.launches} launches of {options.blocks} blocks; float32; refpar's time in microseconds (median of",
-        "the launches), and as a multiple of the others' (median, and least to most over the launches)",
-        "",
-    ]
-    verdicts = []
-    for ranks in map(int, options.ranks.split(",")):
-        launches = [launch(ranks, options.blocks, options.openmpi, versions) for _ in range(options.launches)]
-        others = [side for side in launches[0] if side != "refpar"]
-        lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(22) for side in others))
-        for name in SIZES:
-            line = name.rjust(8) + f"{statistics.median(t['refpar'][name] for t in launches) * 1e6:12,.0f}"
-            for side in others:
-                ratios = sorted(t["refpar"][name] / t[side][name] for t in launches)
-                middle = statistics.median(ratios)
-                line += f"{middle:9.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})".rjust(22)
-                for target in TARGETS:
-                    if target[:3] == (ranks, name, side):
-                        word = "met" if middle <= target[3] else "MISSED"
-                        verdicts.append(
-                            f"{ranks} ranks, {name}: {middle:.2f} of {side}, at most {target[3]} wanted: {word}"
-                        )
-            lines.append(line)
-        lines.append("")
-    text = "\n".join([*lines, *verdicts, "", *(f"{side}: {v}" for side, v in versions.items())]) + "\n"
+    measured = {
+        ranks: [launch(ranks, options.blocks, options.openmpi) for _ in range(options.launches)]
+        for ranks in map(int, options.ranks.split(","))
+    }
+    text = report(measured, options.blocks)
     print(text)
     RESULTS.write_text(text)
 

@@ -88,18 +88,15 @@ def reduce_list(comm: Any, values: list[int]) -> list[int]:
     return list(ring.all_reduce(comm, np.array(values, np.int64) + comm.rank).tolist())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--launches", type=int, default=3)
-    options = parser.parse_args()
+def report(measured: dict[int, list[dict[str, float]]]) -> str:
+    """Return the table of all launches, by number of ranks."""
     lines = [
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
-        f"{options.launches} launches: median, and least to most",
+        f"{len(next(iter(measured.values())))} launches: median, and least to most",
         "",
         "ranks   no-op, ms   with 4 KB, ms   Pool.map, ms   examples/s standing   anew   ratio",
     ]
-    for ranks in RANKS:
-        launches = [launch(ranks) for _ in range(options.launches)]
+    for ranks, launches in measured.items():
         middle = {name: statistics.median(t[name] for t in launches) for name in launches[0]}
         ratios = sorted(t["standing"] / t["anew"] for t in launches)
         ratio = statistics.median(ratios)
@@ -108,7 +105,14 @@ def main() -> None:
             f"{middle['standing']:22.0f}{middle['anew']:7.0f}   {ratio:.1f} ({ratios[0]:.1f} to {ratios[-1]:.1f}),"
             f" at least {TARGET:.0f} wanted: {'met' if ratio >= TARGET else 'MISSED'}"
         )
-    text = "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--launches", type=int, default=3)
+    options = parser.parse_args()
+    text = report({ranks: [launch(ranks) for _ in range(options.launches)] for ranks in RANKS})
     print(text)
     RESULTS.write_text(text)
 
