@@ -383,6 +383,15 @@ def test_llama_layers() -> None:
         assert (of_blocks(most(model, flash=True)) - sums) / sbhL == pytest.approx(factor, abs=0.05)
 
 
+def test_fewer_heads_than_ranks() -> None:
+    """8 heads of keys and values on 16 ranks: each holds one whole, weights and activations alike, never none."""
+    rank = memory.of_rank(PRESETS["llama3-405b"], Setup(tp=16), MIXED, 15)
+    shapes = {line.tensor: line.shape for line in rank.lines if line.copy in ("weights", "")}
+    assert shapes["blocks.*.attention.k.weight"] == (16_384, 1, 128)
+    assert shapes["blocks.*.attention.v"] == (1, 8192, 1, 128)
+    assert shapes["blocks.*.attention.q.weight"] == (16_384, 8, 128)
+
+
 def test_eager_frameworks_keep_more() -> None:
     """Llama-3.1-8B, 32,768 tokens (ml-engineering): a hidden state is 0.25 GiB, a layer 28 of them, 7 GiB; checkpoints
     are 8 GiB, logits 15.7 GiB in fp32. LLaMA-7B, 8 x 512: measured 45.6 GB, by careful accounting 29."""

@@ -298,32 +298,39 @@ def smallest(plan: Plan, degrees: Iterable[Sequence[Option]]) -> Change | None:
 # Room to spare
 
 
+MOST = {"micro_batch": 2**16, "sequence": 2**24, "layers": 2**10}
+"""Where :func:`room` stops looking."""
+
+
 def room(plan: Plan) -> dict[str, int]:
     """Return the largest micro-batch, sequence and number of layers with which a plan still fits, each by itself."""
-    found = {}
-    rows = plan.setup.dp * plan.setup.micro_batches  # micro-batches of a step: as many as there are now
-    if not isinstance(plan.model, Bare):
+    setup, model, found = plan.setup, plan.model, {}
+    if not isinstance(model, Bare):
+        each = setup.dp * setup.micro_batches  # micro-batches of a step: as many as there are now
         found["micro_batch"] = largest(
             plan.micro_batch,
-            lambda n: replace(plan, setup=with_micro_batch(replace(plan.setup, batch=n * rows), n)),
+            MOST["micro_batch"],
+            lambda n: replace(plan, setup=with_micro_batch(replace(setup, batch=n * each), n)),
         )
-    if isinstance(plan.model, Transformer):
-        model = plan.model
-        tokens = plan.setup.tokens or model.context
-        found["sequence"] = largest(tokens, lambda n: replace(plan, setup=replace(plan.setup, tokens=n)))
+    if isinstance(model, Transformer):
+        found["sequence"] = largest(
+            setup.tokens or model.context, MOST["sequence"], lambda n: replace(plan, setup=replace(setup, tokens=n))
+        )
         found["layers"] = largest(
-            model.layers, lambda n: replace(plan, model=replace(model, layers=n), setup=replace(plan.setup, stages=()))
+            model.layers,
+            MOST["layers"],
+            lambda n: replace(plan, model=replace(model, layers=n), setup=replace(setup, stages=())),
         )
     return found
 
 
-def largest(start: int, plan_of: Callable[[int], Plan]) -> int:
-    """Return the largest number from ``start`` up, of those tried by doubling and halving, whose plan fits."""
+def largest(start: int, most: int, plan_of: Callable[[int], Plan]) -> int:
+    """Return the largest number from ``start`` to ``most`` whose plan fits, to 1 in 64."""
     low = start
-    while low < 2**24 and plan_of(2 * low).fits:
-        low *= 2
+    while low < most and plan_of(min(2 * low, most)).fits:
+        low = min(2 * low, most)
     high = 2 * low
-    while high - low > max(1, low // 64):
+    while low < most and high - low > max(1, low // 64):
         middle = (low + high) // 2
         low, high = (middle, high) if plan_of(middle).fits else (low, middle)
     return low

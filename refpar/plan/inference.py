@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 
-from refpar import split
 from refpar.plan.memory import ALWAYS, Line
 from refpar.plan.models import Bare, Grid, Model, Transformer, network
 from refpar.plan.units import size
@@ -64,7 +63,7 @@ def lines(
             groups = -(-math.prod(shape) // GROUP) * (2 if bits == 4 else 1)
             found.append(Line("weights", name, "scales", (groups,), "float16", count, sharded, "always", ALWAYS))
     if isinstance(model, Transformer):
-        heads = max(1, len(split.part(model.kv_heads, tp, 0)))
+        heads = -(-model.kv_heads // tp)
         shape = (sequences, tokens or model.context, 2, heads, model.head_dim)
         layers = -(-model.layers // pp)
         found.append(

@@ -30,7 +30,7 @@ an all-gather a layer more). ZeRO section 6.1 has "33 GB" of checkpoints for a 1
 its formula, 2sbh a layer, gives 67 GB.
 
 Eight peaks measured with Megatron-LM on B200 devices (SimuMax v1.2, 28 to 87 GiB) come out within 2 %, with nothing
-fitted. Not on the ledger: gradients of activations on their way, kernels' workspaces, fragmentation, the process itself.
+fitted. Not on the ledger: gradients of activations on their way, workspaces of kernels, fragmentation, the process.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import cached_property, lru_cache
 from typing import Any
 
 from refpar import split
@@ -106,12 +107,12 @@ class RankMemory:
         """Return the bytes alive at a moment, of the named parts or of all."""
         return sum(line.bytes for line in self.lines if moment in line.alive and (not parts or line.part in parts))
 
-    @property
+    @cached_property
     def moment(self) -> str:
         """The moment of the peak."""
         return max(MOMENTS, key=self.at)
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """Most bytes at once."""
         return self.at(self.moment)
@@ -136,6 +137,7 @@ class RankMemory:
         return {part: self.at(moment or self.moment, part) for part in PARTS}
 
 
+@lru_cache(maxsize=1024)
 def most_loaded(model: Model, setup: Setup, recipe: Recipe) -> RankMemory:
     """Return the rank that needs the most memory: the first one of the stage that does."""
     check(model, setup)

@@ -26,7 +26,7 @@ from refpar.plan.units import BITS
 from refpar.precision import Precision
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
     """The copies of every parameter.
 

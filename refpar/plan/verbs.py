@@ -248,12 +248,15 @@ def verdict(console: Console, plan: Plan) -> list[Change]:
         spare = choose.room(plan)
         if spare:
             words = {
-                "micro_batch": "micro-batch of {}",
-                "sequence": "sequence of {:,} tokens",
-                "layers": "model of {} blocks",
+                "micro_batch": "a micro-batch of {}",
+                "sequence": "a sequence of {} tokens",
+                "layers": "a model of {} blocks",
             }
-            more = "; ".join(words[key].format(value) for key, value in spare.items())
-            console.print(f"each by itself would still fit: a {more}")
+            more = "; ".join(
+                words[key].format(f"{value:,}" + " or more" * (value >= choose.MOST[key]))
+                for key, value in spare.items()
+            )
+            console.print(f"each by itself would still fit: {more}")
         return []
     console.print(f"[red]does not fit[/]: {name}: {plan.why()}")
     fixes = choose.repairs(plan)
