@@ -29,6 +29,8 @@ from typing import Any
 
 LIMIT = 60.0
 """Seconds that a call may take."""
+START = 120.0
+"""Seconds that a worker may take to start."""
 GLOO_LIMIT = 20.0
 """Seconds that gloo waits for a peer."""
 
@@ -101,6 +103,7 @@ class Pool:
         if self._room is None:
             self._room = tempfile.TemporaryDirectory(prefix="refpar-gloo-")
         context = multiprocessing.get_context("spawn")
+        fresh: list[Connection] = []
         with _main_stays_here():
             while len(self._workers) < ranks:
                 ours, theirs = context.Pipe()
@@ -108,6 +111,11 @@ class Pool:
                 process.start()
                 theirs.close()
                 self._workers.append((process, ours))
+                fresh.append(ours)
+        for pipe in fresh:  # gloo's limit must not run while a peer still imports torch
+            if not pipe.poll(START):
+                raise WorkerError(f"a worker has not started in {START:g} s")
+            pipe.recv()
 
     def _results(self, ranks: int) -> list[Any]:
         results: dict[int, Any] = {}
@@ -148,6 +156,7 @@ def _serve(pipe: Connection, path: list[str], gloo_limit: float) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    pipe.send("ready")
     while True:
         try:
             group, rank, ranks, function, arguments = pipe.recv()
