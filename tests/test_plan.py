@@ -656,3 +656,15 @@ def test_every_byte_is_on_a_line() -> None:
     for line in rank.lines:
         assert line.part in memory.PARTS
         assert line.bytes == math.prod(line.shape) * units.BITS[line.dtype] // 8 * line.copies
+
+
+def test_slips_that_the_numbers_give_away() -> None:
+    """Devices are dp x tp x pp x cp, and TFLOPS are FLOPs over seconds and devices: what breaks that is misprinted."""
+    # Llama 3, table 4, last row: 16,384 devices at TP 8, PP 16, CP 16. One version has DP 4; 16M tokens need 8 too.
+    assert [Setup(dp=dp, tp=8, pp=16, cp=16).ranks == 16_384 for dp in (4, 8)] == [False, True]
+    assert 8 * 16 * 131_072 == 2**24
+    # Megatron's guide multiplies by EP. Its DeepSeek-V3 row: 1024 devices, TP 2, PP 16, EP 64; replicas are 32.
+    assert Setup(dp=32, tp=2, pp=16).ranks == 1024
+    assert 2 * 16 * 64 > 1024
+    # Megatron-LM 2019: 15.1 PFLOPS on 512 devices, of 39 TFLOPS each alone: 75.6 %, printed as 74, 76 and 77.
+    assert 15.1e15 / (512 * 39e12) == pytest.approx(0.756, abs=0.001)
