@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from refpar.oracle.verify import Problem, Row
 
 MATCHED, MISMATCH, BAD_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
-TECHNIQUES = ("ring", "dp", "tp", "pp", "hybrid")
+TECHNIQUES = ("ring", "dp", "zero1", "zero2", "zero3", "tp", "pp", "hybrid", "checkpoint", "fp16")
 MOST_RANKS = 512
 MOST_ON_GPUS = 12
 
@@ -357,6 +357,7 @@ def training(verbs: Any) -> None:
     p.add_argument("--steps", metavar="N", type=positive, default=200, help="steps in all, before --resume too (200)")
     p.add_argument("--save", metavar="PATH", type=Path, help="where to save at the end, or on Ctrl-C")
     p.add_argument("--resume", metavar="PATH", type=Path, help="a saved run to go on with; its layout does not matter")
+    p.add_argument("--trace", metavar="FILE", type=Path, help="write what each rank did, and when, for ui.perfetto.dev")
     shape = p.add_argument_group("layout")
     for name, what in (("dp", "replicas"), ("tp", "slices of each layer"), ("pp", "pipeline stages"),
                        ("micro-batches", "parts of a replica's rows")):  # fmt: skip
@@ -401,8 +402,12 @@ def train(options: argparse.Namespace) -> int:
         raise BadInput(error) from None
     if options.save is not None and not os.access(options.save.parent, os.W_OK | os.X_OK):
         raise BadInput(f"--save {options.save}: there is no folder {options.save.parent} that can be written to")
+    if options.trace is not None:
+        opened = recording(options)
     with opened(layout.ranks) as world, watching(options.steps, 0 if begin is None else begin.step) as hear:
         trace, stopped = longrun.train(case, layout, world=world, start=begin, hear=hear)
+    if options.trace is not None:
+        teach("write_runs", options.trace, [world])
     made = trace.begun + len(trace.steps)
     print(f"refpar train: {'stopped' if stopped else 'done'} after step {made} of {options.steps} in {layout}")
     if options.save is not None and speaks():
@@ -545,6 +550,8 @@ def recording(options: argparse.Namespace) -> Callable[[int], Any]:
 
     if options.transport != "processes":
         raise BadInput("--trace records the processes of this machine: leave out --transport mpi")
+    if options.trace.is_dir() or not os.access(options.trace.parent, os.W_OK | os.X_OK):
+        raise BadInput(f"--trace {options.trace}: this cannot be written to")
     return functools.partial(RecordedWorld, backend=arrays.chosen_backend(options.backend))
 
 
