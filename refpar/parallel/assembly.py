@@ -19,6 +19,7 @@ from refpar.case import Case, HostArray, Layout, Step, Trace, gradient_order
 from refpar.comm import ring
 from refpar.parallel import placement
 from refpar.parallel.mesh import Mesh
+from refpar.parallel.pipeline import Stage
 from refpar.parallel.placement import Piece
 from refpar.precision import Outcome
 
@@ -43,15 +44,22 @@ class RankStep:
 class RankTrace:
     """What one rank brings home; its fields are entries of those of :class:`refpar.case.Trace`."""
 
-    steps: list[RankStep]
-    ledger: Any
-    bytes_held: int
-    peak_bytes: int
-    peak_live: int
-    schedule: tuple[Any, ...]
-    begun: int = 0
+    begun: int
+    steps: list[RankStep] = field(default_factory=list)
+    ledger: Any = None
+    bytes_held: int = 0
+    peak_bytes: int = 0
+    peak_live: int = 0
     peak_gradients: int = 0
     peak_gathered: int = 0
+    schedule: tuple[Any, ...] = ()
+
+    def add(self, step: RankStep, stage: Stage) -> None:
+        """Note what a step gave, and what its stage did and held."""
+        self.steps.append(step)
+        self.schedule = tuple(stage.executed)
+        self.peak_bytes = max(self.peak_bytes, stage.peak_bytes)
+        self.peak_live = max(self.peak_live, stage.peak_live)
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,20 @@ class Pieces:
         held = placement.positions(self.mesh.specs[name], self.mesh.tp.size, self.mesh.tp.rank)
         r = self.store.positions(name)
         return held[r.start : r.stop], np.array(to_host(x)).reshape(-1)
+
+    def of(self, arrays: Mapping[str, Array]) -> dict[str, Piece]:
+        """Return the pieces of several names."""
+        return {name: self(name, x) for name, x in arrays.items()}
+
+    def of_state(
+        self, state: Mapping[str, Mapping[str, Array]], masters: Mapping[str, Array]
+    ) -> dict[str, dict[str, Piece]]:
+        """Return the pieces of what the optimizer keeps, and of master weights where there are any."""
+        return {
+            name: {buffer: self(name, x) for buffer, x in own.items()}
+            | ({"master": self(name, masters[name])} if name in masters else {})
+            for name, own in state.items()
+        }
 
 
 def collect(case: Case, layout: Layout, parts: Sequence[RankTrace]) -> Trace:

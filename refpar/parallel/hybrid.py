@@ -94,31 +94,35 @@ def train(
     light : keep the numbers of each step, but arrays of the last one alone, and no gradients
     strict : hold replicas to equal bits after each step; not where a wrong run is wanted to its end
     """
-    model, types = case.model.build(), case.precision
+    model, types, xp = case.model.build(), case.precision, xp or comm.xp
     mesh = Mesh.of(comm, layout, model)
-    units, loss = build(mesh, model)
     begin = beginning(case, start)
-    xp = xp or comm.xp
+    units, loss = build(mesh, model)
     store = make_store(mesh, units, case, begin, xp)
     state = make_state(mesh, store, begin, xp)
     scaler = precision.LossScaler(types.loss_scale, begin.scale, begin.good)
-    instructions = SCHEDULES[layout.schedule](layout.pp, layout.micro_batches)[mesh.pp.rank]
-    pieces = Pieces(mesh, store)
-    trace = RankTrace([], comm.ledger, 0, 0, 0, (), begin.step)
-    t = begin.t
+    t, trace = begin.t, RankTrace(begun=begin.step)
+    del begin, start  # whole arrays, of which this rank has taken what it holds
 
-    for number, batch in enumerate(case.batches[begin.step :], begin.step):
-        mine = placement.rows(len(batch), layout.dp, mesh.dp.rank)
+    for number, batch in enumerate(case.batches[trace.begun :], trace.begun):
+        rows = placement.rows(len(batch), layout.dp, mesh.dp.rank)
         speaks = mesh.tp.rank == mesh.pp.rank == 0
-        count = count_everywhere(comm, losses.token_count(batch.mask[mine.start : mine.stop]) if speaks else 0)
+        count = count_everywhere(comm, losses.token_count(batch.mask[rows.start : rows.stop]) if speaks else 0)
         seed, divisor = losses.seed_and_divisor(case.divide, scaler.scale, count)
 
         store.begin()
-        parts = placement.micro_batches(mine, layout.micro_batches)
-        rows = [batch.take(part).on(xp, types.compute) for part in parts]
-        at = [At(case.seed, number, tuple(part)) for part in parts]
-        stage = pipeline.Stage(mesh.pp, store.units, loss, store, rows, at, seed, types.compute)
-        stage.run(instructions)
+        parts = placement.micro_batches(rows, layout.micro_batches)
+        stage = pipeline.Stage(
+            mesh.pp,
+            store.units,
+            loss,
+            store,
+            [batch.take(part).on(xp, types.compute) for part in parts],
+            [At(case.seed, number, tuple(part)) for part in parts],
+            seed,
+            types.compute,
+        )
+        stage.run(SCHEDULES[layout.schedule](layout.pp, layout.micro_batches)[mesh.pp.rank])
 
         gradients = {name: precision.unscale(g, divisor) for name, g in tied_sum(mesh, store, types).items()}
         counted = [g for name, g in gradients.items() if owner_in_norm(mesh, name)]
@@ -140,18 +144,15 @@ def train(
         if strict:
             check_replicas(mesh, store.weights)
         step = RankStep(count, loss_sum / max(count, 1), norm, outcome, scaler.scale, scaler.good, t)
-        trace.steps.append(step)
-        trace.schedule = tuple(stage.executed)
-        trace.peak_bytes = max(trace.peak_bytes, stage.peak_bytes)
-        trace.peak_live = max(trace.peak_live, stage.peak_live)
         stop = on_step is not None and on_step(comm, step)
+        pieces = Pieces(mesh, store)
         if not light:
-            step.gradients = {name: pieces(name, g) for name, g in gradients.items()}
+            step.gradients = pieces.of(gradients)
         if not light or stop or number == len(case.batches) - 1:
-            step.parameters = {name: pieces(name, store.own_weights(name)) for name in store.weights}
-            for name, own in state.items():
-                kept = own if types.master == types.compute else {**own, "master": store.masters[name]}
-                step.state[name] = {buffer: pieces(name, x) for buffer, x in kept.items()}
+            step.parameters = pieces.of({name: store.own_weights(name) for name in store.weights})
+            masters = {} if types.master == types.compute else store.masters
+            step.state = pieces.of_state(state, masters)
+        trace.add(step, stage)
         if stop:
             break
     trace.ledger = comm.ledger.snapshot()
