@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import on_ranks
+import threadpoolctl
 
 from refpar import rng
 from refpar.case import Batch, Case, Layout
@@ -52,7 +53,9 @@ def everything(worlds: Callable[[int], Ranks], size: int) -> list[Any]:
     results: list[Any] = [world.run(collectives, dtype, shape) for dtype in ring.DTYPES for shape in [(), (0,), (3, 5)]]
     results.append(world.run(on_ranks.everybody_sends_first, [0, 1, LARGE, 5]))
     results.append(world.run(on_ranks.swap, LARGE))
+    results.append(world.run(on_ranks.send_and_receive, on_ranks.Input(5, (LARGE,), "float32"), "reversed"))
     results.append(world.run(large))
+    results.append(world.run(blas_threads))
     for layout in map(Layout.parse, LAYOUTS[size]):
         for case in CASES:
             results.append(worlds(layout.ranks).run(hybrid.train, case, layout))
@@ -77,6 +80,11 @@ def collectives(comm: Communicator, dtype: str, shape: tuple[int, ...]) -> dict[
 def large(comm: Communicator) -> Any:
     """Return a few elements of a large sum."""
     return ring.all_reduce(comm, rng.uniform((comm.rank, "large"), (LARGE,)))[:: LARGE // 50]
+
+
+def blas_threads(comm: Communicator) -> list[int]:
+    """Return how many threads each BLAS uses: with more than one, products need not come out alike."""
+    return [library["num_threads"] for library in threadpoolctl.threadpool_info()]
 
 
 # What goes wrong

@@ -308,7 +308,7 @@ def everywhere(verb: Callable[[], int]) -> int:
             stack.enter_context(contextlib.redirect_stdout(nowhere))
             stack.enter_context(contextlib.redirect_stderr(nowhere))
         status = verb()
-    status = status if speaks() else 0
+    status = status if speaks() else 0  # another may make a launcher end the first, before all it has said was read
     library().Finalize()  # waits for the others, and keeps `python -m mpi4py` from aborting them for this status
     return status
 
