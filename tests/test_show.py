@@ -199,6 +199,8 @@ BAD_ARGUMENTS = {
     "schedule 1f1b --trace .": "--trace .: Is a directory",
     "schedule 1f1b --trace no/such/file.json": "No such file or directory",
     "schedule 1f1b --micro-batches 2000": "1f1b: the timeline would have",
+    "verify --trace no/such/file.json": "--trace no/such/file.json: this cannot be written to",
+    "train --trace .": "--trace .: this cannot be written to",
     "show zero": "no story is called 'zero': did you mean zero",
     "show xyzzy": "known are ring, dp",
     "mistakes norms_aded": "no mistake is called 'norms_aded': did you mean norms_added?",
@@ -349,15 +351,22 @@ def test_long_run_does_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(isinstance(event, Event) and event.end >= event.start for event in log.events)
 
 
-def test_verify_writes_what_it_ran(tmp_path: Path) -> None:
-    """``refpar verify --trace`` leaves a file that a viewer can read, with a group for each run."""
+REAL_RUNS = {
+    "verify --only ring --ranks 2,3": 2,
+    "train --steps 2 --dp 2 --layers 1 --width 8 --heads 1 --context 8 --rows 4": 1,
+}
+
+
+@pytest.mark.parametrize("line", REAL_RUNS)
+def test_real_runs_are_written_down(line: str, tmp_path: Path) -> None:
+    """``--trace`` of ``verify`` and ``train`` leaves a file that a viewer can read, with a group for each run."""
     file = tmp_path / "trace.json"
-    arguments = ["verify", "--only", "ring", "--ranks", "2,3", "--trace", str(file)]
-    assert cli.main(arguments) == cli.MATCHED
+    assert cli.main([*line.split(), "--trace", str(file)]) == cli.MATCHED
     trace = json.loads(file.read_text())
     assert perfetto.problems(trace) == []
     groups = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M" and e["name"] == "process_name"]
-    assert len(groups) == 2
+    assert len(groups) == REAL_RUNS[line]
+    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
 
 
 # -------------------------------------------------------------------------------------------- mistakes
