@@ -28,11 +28,14 @@ class Channel(Protocol):
     rank: int
     size: int
 
-    def scatter(self, objects: Sequence[Any] | None) -> Any: ...
+    def scatter(self, objects: Sequence[Any] | None) -> Any:
+        """Return this rank's object of those that rank 0 gives."""
 
-    def gather(self, mine: Any) -> list[Any] | None: ...
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Return every rank's object on rank 0, None elsewhere."""
 
-    def abort(self) -> None: ...
+    def abort(self) -> None:
+        """End all ranks at once."""
 
 
 class Mpi:
@@ -184,6 +187,7 @@ class TorchWorkers:
         return self.pool.run(ranks, on_worker, [(self.spec, name, list(own)) for own in arguments])
 
     def close(self) -> None:
+        """Let the workers end."""
         self.pool.close()
 
 
