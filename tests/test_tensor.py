@@ -19,7 +19,7 @@ from refpar.case import Batch, Case, Layout, State
 from refpar.comm import Communicator
 from refpar.nn.checkpoint import Checkpoint
 from refpar.nn.layer import At, Layer, ParamSpec, Stream
-from refpar.nn.layers import Attention, Dropout, Linear
+from refpar.nn.layers import Attention, Dropout, Linear, Unembed
 from refpar.nn.loss import CrossEntropy, SquaredError
 from refpar.nn.models import GPT, MLP, initial_value
 from refpar.optim import SGD
@@ -336,15 +336,30 @@ def test_a_squared_error_needs_no_word() -> None:
     assert tensor.elements_sent([], CrossEntropy(), [4], 4, 0) == 3 * 4 * 2 * 3 // 4
 
 
-def test_partial_sums_are_rounded_once(worlds: Worlds) -> None:
-    """In halves, 2048 + 1 on one rank and 1 on the other are 2050; rounded before they are added, they are 2048."""
+@pytest.mark.parametrize("which", ["rows", "columns", "words"])
+def test_partial_sums_are_rounded_once(worlds: Worlds, which: str) -> None:
+    """In halves, 2048 + 1 on one rank and 1 on the other are 2050; rounded before they are added, they are 2048.
+
+    Forward through a row-parallel layer, backward through a column-parallel one and through the output projection.
+    """
     weight = np.array([[2048], [1], [1]], np.float16)
-    layer = Linear("a", (3,), (1,), axis=0, bias=False)
+    layer: Layer = {
+        "rows": Linear("a", (3,), (1,), axis=0, bias=False),
+        "columns": Linear("a", (1,), (3,), axis=1, bias=False),
+        "words": Unembed("a.weight", 3, 1),
+    }[which]
 
     def product(comm: Communicator) -> Array:
-        own = tensor.rewrite(layer, comm)
-        mine = {"a.weight": placement.slice_initial(weight, layer.specs["a.weight"], comm.size, comm.rank)}
-        return own.forward(mine, np.ones((1, 2 - comm.rank), np.float16), AT)[0].astype(np.float16)
+        own, spec = tensor.rewrite(layer, comm), layer.specs["a.weight"]
+        mine = {"a.weight": placement.slice_initial(weight.reshape(spec.shape), spec, comm.size, comm.rank)}
+        ones = np.ones((1, 2 - comm.rank), np.float16)
+        y, saved = own.forward(mine, ones if which == "rows" else ones[:, :1], AT)
+        if which == "rows":
+            return y.astype(np.float16)
+        for _ in (stream := Stream(own.backward(mine, saved, ones))):
+            pass
+        assert stream.dx.dtype == np.float16
+        return stream.dx
 
     assert [float(y[0, 0]) for y in worlds(2).run(product)] == [2050, 2050]
     rounded = np.float16(2048) + np.float16(1)  # the product of the first rank
