@@ -23,16 +23,17 @@ import numpy as np
 import refpar
 from refpar import single, split
 from refpar.arrays import to_host
-from refpar.case import Case, Layout, Trace, text_batches
+from refpar.case import Batch, Case, Layout, Trace, text_batches
 from refpar.comm import ring
 from refpar.comm.communicator import Communicator, Ranks
 from refpar.comm.processes import World
-from refpar.nn.models import GPT
-from refpar.optim import AdamW
+from refpar.nn.models import GPT, MLP
+from refpar.optim import SGD, Adam, AdamW
 from refpar.oracle import bounds
 from refpar.oracle.compare import compare
 from refpar.parallel import hybrid, traffic
 from refpar.parallel.mesh import check
+from refpar.precision import LossScale, Precision
 
 RING_ELEMENTS = 240_000
 RING_RANKS = (4, 8, 64)
@@ -112,6 +113,24 @@ class Problem:
     def bounds(self) -> bounds.Bounds:
         """What the single device itself shows in other orders."""
         return bounds.spread(self.truth)
+
+    @cached_property
+    def halves(self) -> Case:
+        """The same in float16 under a loss scale that grows; SGD, since Adam makes much of small differences."""
+        types = Precision("float16", loss_scale=LossScale(2.0**10, interval=2))
+        return replace(self.case, precision=types, optimizer=SGD(lr=0.1, momentum=0.5))
+
+    @cached_property
+    def integers(self) -> Case:
+        """Which bits follow which, in float16 with Adam: nothing rounds before the update, and 64 divides all sizes.
+
+        The first step is under a loss scale that its gradient overflows.
+        """
+        bits = 2.0 * np.unpackbits(np.frombuffer(self.text[: 65 * 8].ljust(65 * 8), np.uint8)).reshape(65, 64) - 1
+        rows = Batch(bits[:-1], bits[1:], np.ones(64, bool))
+        types = Precision("float16", loss_scale=LossScale(64.0, backoff=2.0**-6))
+        model = MLP((64, 64), init="integers")
+        return Case(model, Adam(lr=0.25), (rows, rows), types, divide="after", seed=self.seed)
 
     def world(self, ranks: int) -> Ranks:
         """Return a standing pool of ``ranks`` ranks."""
@@ -216,6 +235,45 @@ def hybrid_rows(problem: Problem) -> Iterator[Row]:
     yield from layout_rows(problem, "hybrid", asked or HYBRID_LAYOUTS)
 
 
+def zero_rows(stage: int) -> Callable[[Problem], Iterator[Row]]:
+    """Return the rows of a stage: on the case, and on 64 ranks with the paper's memory for each of them."""
+
+    def rows(problem: Problem) -> Iterator[Row]:
+        for ranks in problem.counts(RANKS):
+            yield hybrid_row(problem, f"zero{stage}", Layout(dp=ranks, zero=stage, micro_batches=2))
+        if problem.ranks is None and problem.most is None:
+            case = replace(problem.integers, batches=problem.integers.batches[:1], precision=Precision("float16"))
+            yield hybrid_row(problem, f"zero{stage}", Layout(dp=64, zero=stage), case, single.train(case), [])
+
+    return rows
+
+
+def checkpoint_rows(problem: Problem) -> Iterator[Row]:
+    """Activation checkpointing: the very bits of one device, with fewer bytes; and together with ZeRO-3."""
+    for how in ("block", "sqrt"):
+        row = hybrid_row(problem, "checkpoint", Layout(recompute=how), problem.case, problem.truth, [])
+        kept, without = max(row.peak_bytes or [0]), max(problem.truth.peak_bytes)
+        if row.passed and kept >= without:
+            row = replace(row, passed=False, detail=f"{kept} bytes of activations, {without} without recomputation")
+        yield row
+    for ranks in problem.counts((2, 3)):
+        yield hybrid_row(problem, "checkpoint", Layout(dp=ranks, zero=3, micro_batches=2, recompute="block"))
+
+
+def fp16_rows(problem: Problem) -> Iterator[Row]:
+    """Mixed precision: the same bits and the same skipped step in small integers, and the GPT as near as one device."""
+    case = problem.integers
+    truth = single.train(case)
+    for ranks in problem.counts((1, 5)):
+        yield hybrid_row(problem, "fp16", Layout(dp=ranks, zero=2), case, truth, [])
+    case = problem.halves
+    truth = single.train(case)
+    allowed = bounds.spread(truth, shaken=False)
+    for zero, ranks in enumerate(problem.counts(RANKS)):
+        layout = Layout(dp=ranks, zero=zero % 4, micro_batches=2)
+        yield hybrid_row(problem, "fp16", layout, case, truth, allowed)
+
+
 def layout_rows(problem: Problem, technique: str, layouts: Sequence[str]) -> Iterator[Row]:
     """Run the case in those of ``layouts`` that can run it, on the ranks that there are."""
     for layout in map(Layout.parse, layouts):
@@ -230,9 +288,20 @@ def spread_over(ranks: int) -> str:
     return f"dp={ranks // pp // tp},tp={tp},pp={pp}"
 
 
-def hybrid_row(problem: Problem, technique: str, layout: Layout) -> Row:
-    """Run the case in ``layout`` and hold it to one device; what it sends and keeps, to the formulas."""
-    case, truth, allowed = problem.case, problem.truth, problem.bounds
+def hybrid_row(
+    problem: Problem,
+    technique: str,
+    layout: Layout,
+    case: Case | None = None,
+    truth: Trace | None = None,
+    allowed: bounds.Bounds | None = None,
+) -> Row:
+    """Run a case, that of the problem where none is given, in ``layout`` and hold it to one device.
+
+    What it sends and keeps is held to the formulas.
+    """
+    if case is None or truth is None or allowed is None:
+        case, truth, allowed = problem.case, problem.truth, problem.bounds
     world = problem.world(layout.ranks)
     start = time.perf_counter()
     trace = hybrid.run(case, layout, world=world)
@@ -285,9 +354,12 @@ def judged(row: Row) -> Row:
 TECHNIQUES: Mapping[str, Callable[[Problem], Iterator[Row]]] = {
     "ring": ring_rows,
     "dp": dp_rows,
+    **{f"zero{stage}": zero_rows(stage) for stage in (1, 2, 3)},
     "tp": tp_rows,
     "pp": pp_rows,
     "hybrid": hybrid_rows,
+    "checkpoint": checkpoint_rows,
+    "fp16": fp16_rows,
 }
 
 
