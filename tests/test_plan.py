@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from refpar.plan import costs, inference, memory, models, speed, traffic, units
-from refpar.plan.memory import RankMemory
+from refpar.plan.activations import in_flight
+from refpar.plan.ledger import MOMENTS, PARTS, RankMemory
 from refpar.plan.models import PRESETS, Bare, Transformer, gpt2
 from refpar.plan.recipes import RECIPES
 from refpar.plan.setups import Setup, stages
@@ -284,9 +285,7 @@ def test_korthikanti_activations(name: str) -> None:
                        sequence_parallel=True)  # fmt: skip
     assert of_blocks(checkpoints) / GIB == found[-1]  # whole on every rank, sequence-parallel or not
     assert 18 * 12 * L * h**2 / (t * p) / GIB == pytest.approx(states, abs=1e-6)
-    blocks = sum(
-        line.bytes for line in rank.lines if line.tensor.startswith("blocks") and line.part in memory.PARTS[:3]
-    )
+    blocks = sum(line.bytes for line in rank.lines if line.tensor.startswith("blocks") and line.part in PARTS[:3])
     assert blocks / GIB == pytest.approx(states, rel=2e-3)  # the paper leaves biases and norms out
 
 
@@ -351,8 +350,8 @@ def test_korthikanti_table_5(
 
 def test_output_tensor_deallocation() -> None:
     """The same paper: 2sbh for each micro-batch in flight on the first stage, 2.73 "GB" (GiB) for 530B."""
-    in_flight = memory.in_flight(Setup(pp=35, micro_batches=280), 0)
-    assert float(in_flight) * 2 * 2048 * 20480 / GIB == pytest.approx(2.734, abs=0.001)
+    micro_batches = in_flight(Setup(pp=35, micro_batches=280), 0)
+    assert float(micro_batches) * 2 * 2048 * 20480 / GIB == pytest.approx(2.734, abs=0.001)
 
 
 def test_one_case_five_tools() -> None:
@@ -652,9 +651,9 @@ def test_every_byte_is_on_a_line() -> None:
     """A peak is the sum of the lines alive at its moment; no total has a constant of its own."""
     rank = most(PRESETS["llama3-8b"], "bf16-both-grads", dp=4, tp=2, pp=2, zero=1, batch=64, micro_batches=16)
     assert rank.peak == sum(line.bytes for line in rank.lines if rank.moment in line.alive)
-    assert rank.peak == max(rank.at(moment) for moment in memory.MOMENTS)
+    assert rank.peak == max(rank.at(moment) for moment in MOMENTS)
     for line in rank.lines:
-        assert line.part in memory.PARTS
+        assert line.part in PARTS
         assert line.bytes == math.prod(line.shape) * units.BITS[line.dtype] // 8 * line.copies
 
 

@@ -10,10 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from refpar import cli as command_line
-from refpar.plan import choose, models
-from refpar.plan.choose import NOTHING, Plan
+from refpar.plan import cautions, choose, models, plans, repairs
 from refpar.plan.models import PRESETS, Bare, Model, gpt2
+from refpar.plan.plans import Plan
 from refpar.plan.recipes import RECIPES
+from refpar.plan.repairs import NOTHING
 from refpar.plan.setups import Setup
 from refpar.plan.speed import Hardware
 from refpar.plan.units import GB
@@ -105,7 +106,7 @@ def test_ladder_ends_with_a_pipeline() -> None:
 
 def test_smallest_change_of_each_kind() -> None:
     """7.5 B on 64 x 32 GB without ZeRO: the lowest stage that is enough, and the fewest slices."""
-    found = {change.what: change for change in choose.repairs(plan(Bare(7_500_000_000), 32, dp=64))}
+    found = {change.what: change for change in repairs.repairs(plan(Bare(7_500_000_000), 32, dp=64))}
     assert "ZeRO 2" in found
     assert not {"ZeRO 1", "ZeRO 3"} & set(found)
     assert found["ZeRO 2"].saved == 7_500_000_000 * 14 * 63 // 64 + 0
@@ -125,7 +126,7 @@ def troubled(draw: st.DrawFn) -> Plan:
         recompute=draw(st.sampled_from(["none", "selective"])),
         schedule=draw(st.sampled_from(["1f1b", "gpipe"])),
     )
-    setup = choose.with_micro_batch(setup, draw(st.sampled_from([1, 4])))
+    setup = plans.with_micro_batch(setup, draw(st.sampled_from([1, 4])))
     made = Plan(model, setup, RECIPES["mixed-adam"], Hardware(10**18))
     percent = draw(st.integers(20, 99))
     return replace(made, hardware=Hardware(2**30 + made.memory.peak * percent // 100))
@@ -137,17 +138,17 @@ def test_changes_are_enough_and_no_larger_than_needed(made: Plan) -> None:
     """Each makes it fit; one degree less of the same change would not; cheap ones come before dear ones."""
     assert not made.fits
     assert made.short > 0
-    fixes = choose.repairs(made)
+    fixes = repairs.repairs(made)
     assert fixes  # a larger device, if nothing else
-    by_name = {option[0]: (group, i) for group in choose.options(made) for i, option in enumerate(group)}
+    by_name = {option[0]: (group, i) for group in repairs.options(made) for i, option in enumerate(group)}
     for change in fixes:
         assert change.fits
         assert change.plan.memory.peak == made.memory.peak - change.saved
         if change.what in by_name:
             group, i = by_name[change.what]
-            less = [choose.apply(made, [option]) for option in group[:i]]
+            less = [repairs.apply(made, [option]) for option in group[:i]]
             assert not any(smaller is not None and smaller.fits for smaller in less)
-    cost = [(choose.ORDER.index(c.alters), c.slower or 0.0) for c in fixes]
+    cost = [(repairs.ORDER.index(c.alters), c.slower or 0.0) for c in fixes]
     assert cost == sorted(cost)
 
 
@@ -156,11 +157,11 @@ def test_pairs_where_no_single_change_is_enough() -> None:
     made = plan(PRESETS["llama3-70b"], recipe="bf16-fp32-grads", dp=64, batch=512, micro_batches=8)
     assert not any(
         change and change.fits and option[2] == NOTHING
-        for group in choose.options(made)
+        for group in repairs.options(made)
         for option in group
-        for change in [choose.apply(made, [option])]
+        for change in [repairs.apply(made, [option])]
     )
-    best = choose.repairs(made)[0]
+    best = repairs.repairs(made)[0]
     assert best.what == "ZeRO 3 and full recomputation"
     assert best.slower == pytest.approx(4 / 3, abs=0.05)
 
@@ -170,7 +171,7 @@ def test_pairs_where_no_single_change_is_enough() -> None:
 def test_room_is_room(made: Plan) -> None:
     """What is said to fit still, fits; a sixteenth more does not."""
     spacious = replace(made, hardware=Hardware(2 * made.memory.peak + 2**31))
-    found = choose.room(spacious)
+    found = repairs.room(spacious)
     assert isinstance(spacious.model, models.Transformer)
     for tokens, fits in ((found["sequence"], True), (found["sequence"] * 17 // 16, False)):
         assert replace(spacious, setup=replace(spacious.setup, tokens=tokens)).fits is fits
@@ -199,9 +200,9 @@ def test_room_is_room(made: Plan) -> None:
 )
 def test_classic_mistakes_are_named(made: Plan, said: str) -> None:
     """One line each, where the plan makes the mistake; and none where it does not."""
-    assert any(said in text for text in choose.warnings(made))
+    assert any(said in text for text in cautions.warnings(made))
     sound = plan(PRESETS["llama2-7b"], recipe="bf16-adam", dp=8, zero=3, batch=8, flash=True)
-    assert not any(said in text for text in choose.warnings(sound))
+    assert not any(said in text for text in cautions.warnings(sound))
 
 
 @pytest.mark.parametrize(

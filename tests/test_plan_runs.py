@@ -16,7 +16,7 @@ from refpar.optim import AdamW
 from refpar.parallel import hybrid, schedule, simulator
 from refpar.parallel import traffic as by_hand
 from refpar.plan import memory, models, recipes, speed, traffic
-from refpar.plan.memory import in_flight
+from refpar.plan.activations import in_flight
 from refpar.plan.recipes import Recipe
 from refpar.plan.setups import Place, Setup
 from refpar.precision import LossScale, Precision

@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 
-from refpar.plan.memory import ALWAYS, Line
-from refpar.plan.models import Bare, Grid, Model, Transformer, network
+from refpar.plan.ledger import ALWAYS, Line
+from refpar.plan.models import Bare, Model, Transformer, network
+from refpar.plan.tensors import Grid
 from refpar.plan.units import size
 
 TYPES = {16: "float16", 8: "int8", 4: "int4"}

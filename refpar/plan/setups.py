@@ -18,7 +18,8 @@ from refpar import split
 from refpar.case import SCHEDULES, Layout
 from refpar.nn.checkpoint import segment_length
 from refpar.parallel import schedule as schedules
-from refpar.plan.models import ACCOUNTINGS, Accounting, Bare, Model, Network, Transformer, Unit, network
+from refpar.plan.models import ACCOUNTINGS, Accounting, Bare, Model, Transformer, network
+from refpar.plan.tensors import Network, Unit
 
 
 class Place(NamedTuple):

@@ -35,11 +35,13 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from refpar.plan import costs, traffic
+from refpar.plan.activations import Weigher
 from refpar.plan.costs import Link
-from refpar.plan.memory import Weigher, segments
-from refpar.plan.models import Bare, Grid, Model, Network, Tensor, Unit
+from refpar.plan.models import Bare, Model
 from refpar.plan.recipes import Recipe
+from refpar.plan.segments import segments
 from refpar.plan.setups import Place, Setup, check, distinct, network_of, units_of
+from refpar.plan.tensors import Grid, Network, Tensor, Unit
 
 EFFICIENCY = 0.55
 BACKWARD = 2  # two products in the backward pass for each of the forward pass

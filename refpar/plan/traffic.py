@@ -28,10 +28,13 @@ from dataclasses import dataclass
 
 from refpar import split
 from refpar.parallel import data, zero
-from refpar.plan.memory import Weigher, gradient_buckets, handled, local_sizes, segments
-from refpar.plan.models import Bare, Grid, Model, Network, Tensor, Transformer, Unit
+from refpar.plan.activations import Weigher
+from refpar.plan.models import Bare, Model, Transformer
 from refpar.plan.recipes import Recipe
+from refpar.plan.segments import segments
 from refpar.plan.setups import Place, Setup, check, network_of, units_of
+from refpar.plan.states import gradient_buckets, handled, local_sizes
+from refpar.plan.tensors import Grid, Network, Tensor, Unit
 from refpar.plan.units import size
 
 

@@ -17,11 +17,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from refpar.plan import choose, inference, memory, speed
-from refpar.plan.choose import MOMENT_WORDS, Change, Plan, Rung
-from refpar.plan.memory import Line, RankMemory
+from refpar.plan import cautions, choose, inference, memory, repairs, speed
+from refpar.plan.choose import Rung
+from refpar.plan.ledger import ALWAYS, PARTS, Line, RankMemory
 from refpar.plan.models import PRESETS, Bare, Model, Transformer, gpt2, llama
+from refpar.plan.plans import MOMENT_WORDS, Plan
 from refpar.plan.recipes import RECIPES, Recipe
+from refpar.plan.repairs import Change
 from refpar.plan.setups import Setup, check
 from refpar.plan.speed import Hardware
 from refpar.plan.units import count, gb, gib, seconds
@@ -137,7 +139,7 @@ def memory_verb(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
         best = next((plan for plan in plans if plan.fits), min(plans, key=lambda plan: plan.memory.peak))
         console.print()
         fixes = verdict(console, best)
-        for text in choose.warnings(best):
+        for text in cautions.warnings(best):
             console.print(f"[yellow]careful[/]: {text}")
     fits = any(plan.fits for plan in plans)
     report = {
@@ -188,7 +190,7 @@ def by_zero(plans: Sequence[Plan], limit: int | None) -> Table:
         table.add_column(f"in {gb(limit, 0)} GB", justify="right", no_wrap=True)
     for plan in plans:
         parts = plan.memory.parts()
-        row = [title(plan), *(gb(parts[part]) if parts[part] else "-" for part in memory.PARTS), gb(plan.memory.peak)]
+        row = [title(plan), *(gb(parts[part]) if parts[part] else "-" for part in PARTS), gb(plan.memory.peak)]
         row.append(gib(plan.memory.peak))
         if limit:
             row.append("[green]fits[/]" if plan.fits else f"[red]short {gb(plan.short)}[/]")
@@ -225,12 +227,10 @@ def line_table(given: Iterable[Line]) -> Table:
         column.justify = "left"
     sections: dict[str, list[Line]] = {}
     lines = list(given)
-    for part in (*memory.PARTS, "cache"):
+    for part in (*PARTS, "cache"):
         for line in lines:
             if line.part == part and line.bytes:
-                words = (
-                    line.copy if line.copy not in ("", part) else line.lifetime if line.alive != memory.ALWAYS else ""
-                )
+                words = line.copy if line.copy not in ("", part) else line.lifetime if line.alive != ALWAYS else ""
                 sections.setdefault(f"{part}, {words}" if words else part, []).append(line)
     for heading, chosen in sections.items():
         table.add_row(f"[bold]{heading}[/]", "", "", "", "", f"[bold]{gb(sum(line.bytes for line in chosen))}[/]")
@@ -245,7 +245,7 @@ def verdict(console: Console, plan: Plan) -> list[Change]:
     name = f"{title(plan)} ({plan.setup})"
     if plan.fits:
         console.print(f"[green]fits[/]: {name}: {plan.why()}")
-        spare = choose.room(plan)
+        spare = repairs.room(plan)
         if spare:
             words = {
                 "micro_batch": "a micro-batch of {}",
@@ -253,13 +253,13 @@ def verdict(console: Console, plan: Plan) -> list[Change]:
                 "layers": "a model of {} blocks",
             }
             more = "; ".join(
-                words[key].format(f"{value:,}" + " or more" * (value >= choose.MOST[key]))
+                words[key].format(f"{value:,}" + " or more" * (value >= repairs.MOST[key]))
                 for key, value in spare.items()
             )
             console.print(f"each by itself would still fit: {more}")
         return []
     console.print(f"[red]does not fit[/]: {name}: {plan.why()}")
-    fixes = choose.repairs(plan)
+    fixes = repairs.repairs(plan)
     console.print(changes_table(fixes))
     return fixes
 
@@ -346,10 +346,10 @@ def plan_verb(options: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     console.print()
     console.print(ladder_table(rungs, simplest))
     console.print()
-    fixes = {id(rung): [] if rung.plan.fits else choose.repairs(rung.plan) for rung in rungs}
+    fixes = {id(rung): [] if rung.plan.fits else repairs.repairs(rung.plan) for rung in rungs}
     reasons(console, rungs, simplest, fastest, fixes)
     for text in dict.fromkeys(
-        w for rung in rungs[:1] + [r for r in (simplest, fastest) if r] for w in choose.warnings(rung.plan)
+        w for rung in rungs[:1] + [r for r in (simplest, fastest) if r] for w in cautions.warnings(rung.plan)
     ):
         console.print(f"[yellow]careful[/]: {text}")
     report = {
@@ -441,7 +441,7 @@ def reasons(
     if chosen is None:
         console.print("[red]nothing on the ladder fits[/]: take the changes above, or more devices")
         return
-    spare = choose.room(chosen.plan)
+    spare = repairs.room(chosen.plan)
     more = (
         f"; room for micro-batches of {spare['micro_batch']}"
         if spare.get("micro_batch", 0) > chosen.plan.micro_batch
