@@ -152,11 +152,11 @@ NETWORKS: dict[str, Callable[[], list[tuple[str, Layer]]]] = {
 
 
 @dataclass(frozen=True)
-class Network:
-    """One of ``NETWORKS``, from 3 numbers to 2, held to the squared error."""
+class Network(MLP):
+    """One of ``NETWORKS``, from 3 numbers to 2, held to the squared error: to a case, it is an MLP."""
 
-    name: str
     widths: tuple[int, ...] = (3, 2)
+    name: str = ""
 
     def build(self) -> Model:
         return Model(tuple(NETWORKS[self.name]()), SquaredError())

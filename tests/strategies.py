@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -62,13 +61,13 @@ def optimizers(draw: st.DrawFn) -> SGD | Adam | AdamW:
     )
 
 
-def batch(model: Any, rows: int, share: float, seed: int, step: int) -> Batch:
+def batch(model: GPT | MLP, rows: int, share: float, seed: int, step: int) -> Batch:
     """Return rows of distinct numbers, of which about ``share`` of the targets count.
 
     Masked targets hold -100, as is the custom, and must not be looked at.
     """
     key = (seed, "batch", step)
-    if hasattr(model, "widths"):
+    if isinstance(model, MLP):
         mask = rng.uniform((*key, "mask"), (rows,)) < share
         inputs, targets = (
             rng.uniform((*key, name), (rows, width)) * 4 - 2

@@ -19,8 +19,10 @@ from typing import Any
 
 import cupy_surface
 import numpy as np
+import on_memory
 import on_strict
 import pytest
+import strategies
 import strictpy
 
 import refpar.arrays
@@ -582,6 +584,35 @@ def test_techniques(worlds: Callable[[int], World], case: Case, layout: str) -> 
     assert (one.bytes_held, one.peak_bytes) == (other.bytes_held, other.peak_bytes)
     assert one.ledgers == other.ledgers
     assert (one.schedule, one.peak_live) == (other.schedule, other.peak_live)
+
+
+def of_network(name: str, **options: Any) -> Case:
+    """Return a case of a network of ``on_memory.py``."""
+    model = on_memory.Network(name=name)
+    batches = tuple(strategies.batch(model, rows, 0.8, 1, step) for step, rows in enumerate([5, 1]))
+    return Case(model, optim.AdamW(0.01), batches, **options)
+
+
+MEMORY_CASES = {
+    "an overflow": strategies.overflowing(6, 0),
+    "frozen": dataclasses.replace(CASES["float16 gpt"], frozen=("blocks.0", "embedding.position")),
+    "sums in halves": dataclasses.replace(CASES["float16 gpt"], precision=Precision("float16", reduce="float16")),
+    "wide gradients": dataclasses.replace(CASES["float16 gpt"], precision=Precision("float16", gradients="float32")),
+    **{name: of_network(name) for name in on_memory.NETWORKS},
+}
+
+
+@pytest.mark.parametrize("layout", ["dp=3", "dp=3,zero=1,bucket=5", "dp=2,zero=2,micro_batches=2", "dp=3,zero=3"])
+@pytest.mark.parametrize("case", MEMORY_CASES.values(), ids=MEMORY_CASES.keys())
+def test_techniques_that_save_memory(worlds: Callable[[int], World], case: Case, layout: str) -> None:
+    """Skipped steps, frozen and unused parameters, every choice of types, at every stage of ZeRO, recomputed by two."""
+    split = Layout.parse(f"{layout},recompute=2")
+    one = hybrid.collect(case, split, worlds(split.ranks).run(on_strict.train, case, split))
+    other = hybrid.run(case, split, world=worlds(split.ranks))
+    same_dict(flat(one), flat(other))
+    assert one.ledgers == other.ledgers
+    for peaks in ("bytes_held", "peak_bytes", "peak_gradients", "peak_gathered"):
+        assert getattr(one, peaks) == getattr(other, peaks)
 
 
 @pytest.mark.parametrize("layout", ["dp=3,zero=1", "tp=2,pp=2"])

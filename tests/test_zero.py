@@ -178,7 +178,7 @@ def test_no_gathered_weight_outlives_its_unit(worlds: Worlds, recompute: str) ->
 @given(layout=layouts(stages=(0, 1, 2, 3)), seed=seeds)
 def test_parameters_of_every_kind(worlds: Worlds, name: str, layout: Layout, seed: int) -> None:
     """Unused by some ranks or by all, used twice in a unit and across, of no elements, in Fortran order: all match."""
-    model = Network(name)
+    model = Network(name=name)
     batches = tuple(batch(model, rows, 0.8, seed, step) for step, rows in enumerate([6, 1, 4]))
     hold(Case(model, AdamW(lr=0.01, weight_decay=0.1), batches, clip=0.5, seed=seed), layout, worlds)
 
@@ -186,7 +186,7 @@ def test_parameters_of_every_kind(worlds: Worlds, name: str, layout: Layout, see
 @pytest.mark.parametrize("stage", range(4))
 def test_used_on_one_rank_only(worlds: Worlds, stage: int) -> None:
     """A gradient of 4 from one of two rows is a mean of 2, and what nobody uses only decays (DeepSpeed#545)."""
-    model = Network("sometimes")
+    model = Network(name="sometimes")
     inputs = np.array([[4.0, 1.0, 2.0], [-3.0, 1.0, 2.0]])
     case = Case(model, AdamW(lr=0.1, weight_decay=0.5), (Batch(inputs, np.ones((2, 2)), np.ones(2, bool)),))
     trace = hold(case, Layout(dp=2, zero=stage), worlds)
