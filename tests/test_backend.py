@@ -18,7 +18,8 @@ import numpy as np
 import on_backend
 import pytest
 import strictpy
-from test_strict import CASES, flat, same_dict
+import test_gpu
+from test_strict import CASES, flat, needs_cupy, same_dict
 
 from refpar.arrays import Unavailable, chosen_backend
 from refpar.case import Case, Layout
@@ -135,6 +136,16 @@ def test_a_missing_gpu_is_said_by_the_ranks() -> None:
     assert len(done.stderr.splitlines()) == 1
     assert "no GPU can be used on this machine: RuntimeError: cudaErrorNoDevice" in done.stderr
     assert done.stdout == ""
+
+
+@needs_cupy
+@pytest.mark.skipif(not test_gpu.missing(), reason="there is a GPU")
+def test_a_missing_gpu_is_said_by_the_package_itself() -> None:
+    """As above, with the words of the real one."""
+    done = refpar("verify", "--only", "dp", "--backend", "cupy", "--ranks", "2", pretending=False)
+    assert done.returncode == BAD_INPUT, done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert "no GPU can be used on this machine: CUDARuntimeError: cudaError" in done.stderr
 
 
 # There
