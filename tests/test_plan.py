@@ -289,6 +289,17 @@ def test_korthikanti_activations(name: str) -> None:
     assert blocks / GIB == pytest.approx(states, rel=2e-3)  # the paper leaves biases and norms out
 
 
+def test_interleaving_is_of_blocks() -> None:
+    """The last of 8 stages has one micro-batch in flight at its end, however many chunks of blocks; the first has 8."""
+    model = gpt2(96, 12288, 96, 51_200, 2048)
+    setup = Setup(tp=8, pp=8, batch=64, micro_batches=64, chunks=3)
+    last, first = memory.by_stage(model, setup, MIXED)[7], memory.by_stage(model, setup, MIXED)[0]
+    copies = {line.tensor: line.copies for line in last.lines if "forward" in line.alive and line.part == "activations"}
+    assert copies["head.norm.input"] == copies["loss.logits"] == 1
+    assert copies["blocks.*.norm1.input"] == 12 * 17 // 3  # (v - 1) K + 1 chunks of a third of its blocks
+    assert next(line.copies for line in first.lines if line.tensor == "embedding.dropout") == 8
+
+
 def test_korthikanti_extra_terms() -> None:
     """Section 4.3 calls what is kept outside the layers of the 22B model below 0.01 %; by its own formula it is 0.57 %
     of all activations without any saving (t = 8, b = 4), and 2.4 % of what selective recomputation leaves, unsplit."""

@@ -166,6 +166,16 @@ def test_pairs_where_no_single_change_is_enough() -> None:
     assert best.slower == pytest.approx(4 / 3, abs=0.05)
 
 
+def test_more_devices_are_charged() -> None:
+    """Twice the devices for half the time is no gain: what a step costs is counted in device seconds."""
+    made = plan(PRESETS["llama2-7b"], 40, dp=4, zero=3, recompute="full", batch=64, micro_batches=16)
+    [change] = [c for c in repairs.repairs(made) if c.what == "8 devices"]
+    assert change.plan.step is not None
+    assert made.step is not None
+    assert change.plan.step.total < 0.6 * made.step.total
+    assert change.slower == pytest.approx(2 * change.plan.step.total / made.step.total)
+
+
 @settings(max_examples=15, deadline=None)
 @given(troubled())
 def test_room_is_room(made: Plan) -> None:

@@ -185,6 +185,25 @@ def test_interleaving(K: int, v: int) -> None:
         assert [in_flight(setup, p) * v for p in range(K)] == [simulator.peak_live(stage) for stage in lists]
 
 
+@pytest.mark.parametrize(
+    ("K", "M", "stages"), [(2, 4, ()), (4, 8, ()), (4, 3, ()), (3, 9, (5, 3, 3)), (3, 5, (2, 6, 3))]
+)
+def test_time_of_a_pipeline(K: int, M: int, stages: tuple[int, ...]) -> None:
+    """The simulated time of GPipe, however unequal the stages; 1F1B takes no longer."""
+    model, recipe = models.gpt2(9, 256, 4, 2000, 64), recipes.RECIPES["fp32-adam"]
+    hardware = speed.Hardware(10**15, intra=1e30, inter=1e30, peak=1e12, efficiency=1.0)
+    setup = Setup(pp=K, batch=M, micro_batches=M, stages=stages)
+    costs = [speed.stage_time(model, setup, recipe, hardware, p) for p in range(K)]
+    each = {"forward": [cost[0] for cost in costs], "backward": [cost[1] for cost in costs]}
+    found = speed.step(model, setup, recipe, hardware)
+    simulated = [
+        float(simulator.simulate(lists(K, M), **each).makespan) for lists in (schedule.gpipe, schedule.one_f_one_b)
+    ]
+    assert found.total == pytest.approx(simulated[0], rel=1e-9)
+    assert simulated[1] <= found.total * (1 + 1e-9)
+    assert found.bubble == pytest.approx(found.total - found.compute)
+
+
 def test_formulas_of_communication() -> None:
     """(N-1)/N of 2 psi, (M+1) psi and 3 M psi elements a rank; 8 bsh (t-1)/t a block and micro-batch; bsh a stage."""
     model, N, M = models.gpt2(2, 64, 4, vocabulary=128, context=32), 8, 5

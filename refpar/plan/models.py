@@ -12,7 +12,7 @@ eager     the same and a surplus, as measured in an eager framework: 28 copies o
 refpar    what this package's own layers keep, held to runs as exact integers
 ========  ======================================================================================
 
-Where papers disagree: ZeRO section 3.1 gives 12 hidden elements a layer for "total activations"
+Where papers disagree: ZeRO section 3.2 gives 12 hidden elements a layer for "total activations"
 (24 bytes in fp16). Careful accounting of the same GPT-2 XL has 114, of which 80 are the attention matrices
 that flash attention does not keep: the constant is a measurement of one setup, and Korthikanti's is the one
 to plan with. Korthikanti section 4.3 calls what is kept outside the layers of the 22B model below 0.01 %

@@ -6,6 +6,7 @@
     pipeline  =  sum of a micro-batch's time over the stages  +  (M - 1) of the slowest stage
     a micro-batch on a stage  =  multiply-adds / (peak x efficiency)  +  tensor-parallel sums  +  messages
 
+That is what GPipe takes, however unequal the stages; where they are unequal, 1F1B takes a little less.
 For equal stages the pipeline is (M + K - 1) turns: the bubble is (K-1)/M of the ideal step (Narayanan et al. 2021,
 section 2.2), or (K-1)/(M+K-1) of the real one (GPipe, section 2.3). These are one bubble under two names; v
 chunks a stage divide it by v. GPipe calls it negligible from M = 4K on; the formula has 18 % there for K = 8.
