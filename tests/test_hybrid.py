@@ -50,6 +50,12 @@ def test_everything_at_once(worlds: Worlds, zero: int, schedule: str) -> None:
     hold(case, Layout(3, 2, 2, zero, micro_batches=3, schedule=schedule, recompute="block", bucket=40), worlds)
 
 
+@pytest.mark.parametrize("layout", ["dp=2,tp=2", "pp=2", "tp=3,pp=3,zero=1", "dp=2,pp=2,zero=3,micro_batches=2"])
+def test_a_frozen_tied_weight(worlds: Worlds, layout: str) -> None:
+    """It is held by several stages, and none of them has a gradient to sum."""
+    hold(a_case(frozen=("embedding.token.weight", "blocks.1")), Layout.parse(layout), worlds)
+
+
 @settings(max_examples=15, deadline=None)
 @given(splits(cases(models=gpts(max_layers=2), max_steps=2), most=6))
 def test_fewer_bits_change_no_verdict(worlds: Worlds, split: tuple[Case, Layout]) -> None:

@@ -64,7 +64,7 @@ def through_a_file(trace: Trace, folder: Path) -> State:
     return refpar.load(folder / "state")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     cases(models=gpts() | mlps(), max_steps=3, precisions=st.sampled_from([Precision(), Precision("float32"), HALVES])),
     st.data(),
@@ -78,7 +78,7 @@ def test_same_layout_goes_on_bit_for_bit(worlds: Worlds, tmp_path: Path, case: C
     same(hybrid.run(case, layout, world=world, start=through_a_file(first, tmp_path)), after(whole, stop))
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(cases(models=gpts() | mlps(), max_steps=3), st.data())
 def test_another_layout_goes_on_as_one_device(worlds: Worlds, tmp_path: Path, case: Case, data: st.DataObject) -> None:
     """Saved by one layout and resumed in another, of any dp, tp, pp and ZeRO stage: the trace is that of one device."""
@@ -91,7 +91,7 @@ def test_another_layout_goes_on_as_one_device(worlds: Worlds, tmp_path: Path, ca
     assert comparison.ok, f"{one} to {other}: {comparison}"
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(exact_cases(), st.data())
 def test_integers_are_bit_equal(worlds: Worlds, tmp_path: Path, case: Case, data: st.DataObject) -> None:
     """Where no sum rounds, a change of layout in the middle changes no bit."""
@@ -100,6 +100,14 @@ def test_integers_are_bit_equal(worlds: Worlds, tmp_path: Path, case: Case, data
     first = hybrid.run(until(case, 1), one, world=worlds(one.ranks))
     second = hybrid.run(case, other, world=worlds(other.ranks), start=through_a_file(first, tmp_path))
     same(second, after(single.train(case), 1))
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4])
+def test_one_device_goes_on(tmp_path: Path, stop: int) -> None:
+    """With the dropout of the step that comes, and not of the first; after the last step nothing is left to do."""
+    whole = single.train(a_case())
+    start = through_a_file(single.train(until(a_case(), stop)), tmp_path)
+    same(single.train(a_case(), start=start), after(whole, stop))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
