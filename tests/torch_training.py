@@ -1,10 +1,10 @@
-"""A torch training loop to record: run by ``test_torch.py``, alone or as one of several ranks, each a process.
+"""Torch training loops to record: run by ``test_torch.py``, alone or as one of several ranks, each a process.
 
-    python torch_training.py KIND RANK RANKS STORE FOLDER
+    python torch_training.py KINDS RANK RANKS FOLDER
 
-KIND is ``single``, ``reordered`` (the rows in another order), ``ddp``, ``fsdp2`` or ``fsdp1``, which all average over
-ranks; or a mistake: ``mean`` (averaged, though the loss was divided by the global count already), ``stale`` (the second
-step of rank 1 uses the rows of the first).
+KINDS are any of ``single``, ``reordered`` (the rows in another order), ``ddp``, ``fsdp2`` and ``fsdp1``, which all
+average over ranks; or mistakes: ``mean`` (averaged, though the loss was divided by the global count already), ``stale``
+(the second step of rank 1 uses the rows of the first). Each is dumped to FOLDER/KIND.
 """
 
 import datetime
@@ -23,14 +23,10 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(ROWS, 7, generator=generator), torch.randn(ROWS, 3, generator=generator)
 
 
-def main(kind: str, rank: int, ranks: int, store: str, folder: str) -> None:
-    torch.set_num_threads(1)
+def train(kind: str, rank: int, ranks: int, folder: str) -> None:
     torch.manual_seed(0)
     model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(7, 11), torch.nn.GELU(), torch.nn.Linear(11, 3))
-    if ranks > 1:
-        limit = datetime.timedelta(seconds=60)
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=limit)
-    scale = 1.0
+    scale = 1.0 if kind == "mean" else ranks
     if kind == "fsdp2":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -38,17 +34,14 @@ def main(kind: str, rank: int, ranks: int, store: str, folder: str) -> None:
         mesh = init_device_mesh("cpu", (ranks,))
         for layer in (model[0], model[2], model):
             fully_shard(layer, mesh=mesh)
-        scale = ranks
     elif kind == "fsdp1":
         from torch.distributed.fsdp import FullyShardedDataParallel
 
         model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-        scale = ranks
     elif ranks > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
-        scale = 1.0 if kind == "mean" else ranks
     optimizer = torch.optim.AdamW(model.parameters(), lr=2.0**-6, betas=(0.875, 0.984375), eps=2.0**-12)
-    with record(model, optimizer, folder):
+    with record(model, optimizer, f"{folder}/{kind}"):
         for step in range(STEPS):
             x, y = batch(0 if kind == "stale" and rank == 1 else step)
             order = torch.arange(ROWS).flip(0) if kind == "reordered" else torch.arange(ROWS)
@@ -57,9 +50,20 @@ def main(kind: str, rank: int, ranks: int, store: str, folder: str) -> None:
             (loss * scale).backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+def main(kinds: str, rank: int, ranks: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    if ranks > 1:
+        limit = datetime.timedelta(seconds=120)
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=limit
+        )
+    for kind in kinds.split(","):
+        train(kind, rank, ranks, folder)
     if ranks > 1:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
