@@ -13,7 +13,6 @@ import json
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -280,10 +279,10 @@ def write(path: Path, text: str, option: str = "--json") -> None:
     """Write a file whole or not at all."""
     if not speaks():
         return
+    from refpar import files
+
     try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
+        files.write_whole(path, text.encode())
     except OSError as error:
         raise BadInput(f"{option} {path}: {error.strerror}") from None
 
@@ -391,7 +390,7 @@ def train(options: argparse.Namespace) -> int:
         opened, _ = ranks_for(options, layout.ranks)
         begin = None if options.resume is None else state.load(options.resume)
         if begin is not None:
-            begin.check(case)
+            belongs(begin, case, options.resume)
         if begin is not None and begin.step == options.steps:
             raise BadInput(
                 f"--steps {options.steps}: {options.resume} is after step {begin.step}, and --steps counts all"
@@ -417,6 +416,14 @@ def train(options: argparse.Namespace) -> int:
             raise BadInput(f"--save {error}") from None
         print(f"refpar train: saved to {options.save}; go on with --resume {options.save}, in any layout")
     return INTERRUPTED if stopped else MATCHED
+
+
+def belongs(begin: Any, case: Any, path: Path) -> None:
+    """Refuse a saved run of another case."""
+    try:
+        begin.check(case)
+    except ValueError as error:
+        raise BadInput(f"--resume {path}: {error}") from None
 
 
 def problem_of(options: argparse.Namespace, text: bytes) -> Any:

@@ -16,7 +16,6 @@ addressed by step and row (:mod:`refpar.rng`).
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import operator
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from refpar import files
 from refpar.case import HostArray, State, Trace
 
 KEY, VERSION = "refpar state", 1
@@ -133,23 +133,14 @@ def checksum(arrays: Mapping[str, HostArray], numbers: Mapping[str, Any]) -> str
 
 
 def write_whole(path: Path, blob: bytes) -> None:
-    """Write a file under another name beside its place, down to the disk, and only then give it its name.
+    """Write a file, whole or not at all.
 
     Raises
     ------
     StateError
         Where that fails; nothing of it is left behind.
     """
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-        with open(descriptor, "wb") as file:
-            file.write(blob)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
+        files.write_whole(path, blob)
     except OSError as error:
         raise StateError(f"{path}: {error.strerror or error}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(beside)

@@ -11,7 +11,6 @@ import os
 import re
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -154,17 +153,13 @@ def read(path: Path, argument: str, hint: str = "") -> str:
 
 def write_trace(path: Path, file: dict[str, Any]) -> None:
     """Write a trace-event file, whole or not at all, once it is found to be right."""
+    from refpar import files
     from refpar.teach import perfetto
 
     wrong = perfetto.problems(file)
     assert not wrong, wrong[:3]
-    if path.is_dir():
-        raise Refused(f"--trace {path}: Is a directory")
     try:
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:  # gone, whatever happens
-            whole = Path(folder) / path.name
-            whole.write_text(json.dumps(file))
-            os.replace(whole, path)
+        files.write_whole(path, json.dumps(file).encode())
     except OSError as error:
         raise Refused(f"--trace {path}: {error.strerror}") from None
 

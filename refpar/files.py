@@ -1,0 +1,35 @@
+"""Writing files that others rely on: whole, or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file under another name beside its place, down to the disk, and only then give it its name.
+
+    A link stays a link, to the new file; a device or a pipe is written to as it is, and nothing takes its place
+    (``--json /dev/null`` by root would otherwise leave the machine without one).
+
+    Raises
+    ------
+    OSError
+        Where that fails. Nothing of it is left behind, and a file that was there is there unchanged.
+    """
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(content)
+        return
+    path = Path(os.path.realpath(path))
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(descriptor, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(beside)
