@@ -406,11 +406,22 @@ def test_mistake_that_ends_the_run() -> None:
     assert "ranks do not agree on what to do" in text
 
 
+@pytest.mark.parametrize("name", [name for name, mistake in CATALOGUE.items() if mistake.scaled][::2])
+def test_mistakes_of_the_loss_scale_show_in_small_integers(name: str) -> None:
+    """Where nothing is rounded, whatever differs is the mistake: it is found, or it has ended the run."""
+    text = "\n".join(mistaken.beside_the_truth(name))
+    assert "a layer of small integers in fp16" in text
+    assert "allowed 0" in text or "outcome is" in text or "The run stops" in text
+    assert "Nothing in the first" not in text
+
+
 def test_gradient_is_split_into_a_multiple_and_the_rest() -> None:
     """3t is three times the true one with nothing beside it; t + n, with n at a right angle, once, with |n|/|t|."""
     true, aside = np.array([3.0, 4.0]), np.array([-4.0, 3.0])
     three = mistaken.measured("g", 3 * true, true)
     assert (three.times, three.beside, three.off) == (3.0, 0.0, 2.0)
     beside = mistaken.measured("g", true + aside / 5, true)
+    assert mistaken.measured("g", np.array([np.nan, 4.0]), true).off == np.inf
+    assert mistaken.measured("g", np.zeros(2), np.zeros(2)).off == 0
     assert beside.times == pytest.approx(1)
     assert beside.beside == pytest.approx(0.2)

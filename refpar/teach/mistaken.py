@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 
 from refpar import single
-from refpar.case import Case, HostArray, Layout, State, Step, Trace, text_batches
+from refpar.case import Batch, Case, HostArray, Layout, State, Step, Trace, text_batches
 from refpar.comm import CollectiveMismatch, RankError
 from refpar.comm.communicator import Communicator
 from refpar.comm.processes import World
-from refpar.nn.models import GPT
-from refpar.optim import AdamW
+from refpar.nn.models import GPT, MLP
+from refpar.optim import SGD, AdamW
 from refpar.oracle.compare import compare
 from refpar.oracle.mistakes import CATALOGUE, Mistake, applied
 from refpar.oracle.verify import package_text
@@ -54,29 +54,50 @@ def beside_the_truth(name: str, steps: int = STEPS) -> list[str]:
     mistake = CATALOGUE[name]
     half = 2 if mistake.resumed else 0  # steps before it is resumed
     case = problem(mistake, 2 * half or steps)
-    truth = single.train(case)
+    with np.errstate(over="ignore"):
+        truth = single.train(case)
     lines = [name, "", *textwrap.wrap(mistake.what, 100), ""]
     lines += textwrap.wrap(f"Made by: {', '.join(mistake.bugs)}.", 100)
-    lines.append(
-        f"Here: a small GPT on the source of refpar, {len(case.batches)} steps of AdamW, {mistake.layout}; "
-        + (f"saved after {half} and resumed." if half else "made on every rank.")
-    )
+    what = "a small GPT on the source of refpar"
+    if mistake.scaled:
+        what = "a layer of small integers in fp16, whose first step overflows"
+    where = f"saved after {half} and resumed" if half else "the mistake on every rank"
+    lines.append(f"Here: {what}, {len(case.batches)} steps, {mistake.layout}; {where}.")
     try:
         with World(mistake.layout.ranks) as world:
             wrong = run(name, case, half, world)
     except RankError as error:
         return [*lines, "", "WHAT YOU WOULD HAVE SEEN", *crash(error)]
-    return [*lines, *what_shows(truth, wrong), *what_does_not(truth, wrong, half + EXAMINED)]
+    examined = len(case.batches) if mistake.scaled else half + EXAMINED
+    return [*lines, *what_shows(truth, wrong), *what_does_not(truth, wrong, examined, exact=mistake.scaled)]
 
 
 def problem(mistake: Mistake, steps: int) -> Case:
     """Return the case on which a mistake is made: real text, ragged tokens, dropout, a tied embedding, decay."""
+    if mistake.scaled:
+        return overflowing(mistake.clip)
     model = GPT(vocabulary=128, context=16, width=18, layers=2, heads=3, dropout=0.1)
     batches = text_batches(package_text(), steps=steps, rows=14, context=16)
-    scale = LossScale(2.0**18, interval=1, cap=2.0**18)  # the second step overflows
-    types = Precision("float16", loss_scale=scale) if mistake.scaled else Precision()
-    optimizer = AdamW(lr=0.01, weight_decay=0.1)
-    return Case(model, optimizer, batches, types, clip=mistake.clip, frozen=mistake.frozen)
+    return Case(model, AdamW(lr=0.01, weight_decay=0.1), batches, clip=mistake.clip, frozen=mistake.frozen)
+
+
+def overflowing(clip: float) -> Case:
+    """Return a case in float16 whose first step overflows, in one row, one entry of one gradient.
+
+    The row has 2000 of one feature, where all else is 1; its error is 1 like that of the others. Everything is a small
+    integer, so that nothing is rounded whatever the layout, and what differs is wrong.
+    """
+    model = MLP((3, 2), init="integers")
+    counted = np.ones(8, bool)
+    inputs = np.ones((8, 3))
+    plain = Batch(inputs, np.ones((8, 2)), counted)
+    wild = inputs.copy()
+    wild[0, 1] = 2000
+    weight, bias = State.initial(Case(model, SGD(lr=0.0), ())).parameters.values()
+    types = Precision("float16", loss_scale=LossScale(64.0, interval=1, cap=64.0))
+    batches = Batch(wild, wild @ weight + bias - 1, counted), plain, plain, plain
+    optimizer = SGD(lr=0.25, momentum=0.5, weight_decay=0.25)
+    return Case(model, optimizer, batches, types, clip=clip, divide="after")
 
 
 # --------------------------------------------------------------------------------- a run that checks nothing
@@ -89,7 +110,7 @@ def run(name: str, case: Case, half: int, world: World) -> Trace:
         return collect(case, layout, world.run(train_quietly, name, case, layout))
     first = hybrid.run(replace(case, batches=case.batches[:half]), layout, world=world)
     second = collect(case, layout, world.run(train_quietly, name, case, layout, State.after(first)))
-    return replace(second, steps=[*(replace(s, state={}) for s in first.steps), *second.steps][: len(case.batches)])
+    return replace(second, steps=[*first.steps, *second.steps][: len(case.batches)])
 
 
 def train_quietly(comm: Communicator, name: str, case: Case, layout: Layout, start: State | None = None) -> RankTrace:
@@ -98,7 +119,8 @@ def train_quietly(comm: Communicator, name: str, case: Case, layout: Layout, sta
     def nothing(recorder: Recorder, right: Any, *args: Any) -> None:
         """Compare no replicas."""
 
-    with applied(name), probing(Recorder(comm.transport), "refpar.parallel.hybrid:check_replicas", nothing):
+    quiet = probing(Recorder(comm.transport), "refpar.parallel.hybrid:check_replicas", nothing)
+    with applied(name), quiet, np.errstate(over="ignore", invalid="ignore"):
         return hybrid.train(comm, case, layout, start)
 
 
@@ -117,13 +139,16 @@ def collect(case: Case, layout: Layout, parts: list[Any]) -> Trace:
     steps = []
     for ranks in zip(*(part.steps for part in parts), strict=True):
         first = ranks[0]
-        gradients, parameters = whole([r.gradients for r in ranks]), whole([r.parameters for r in ranks])
-        steps.append(
-            Step(
-                first.count, first.loss, gradients, first.norm, first.outcome, first.scale, first.good, first.t,
-                parameters, {},
-            )
+        state: dict[str, dict[str, HostArray]] = {name: {} for name in shapes}
+        for buffer in next((buffers for r in ranks for buffers in r.state.values()), {}):
+            made = whole([{name: own[buffer] for name, own in r.state.items()} for r in ranks])
+            for name in {name for r in ranks for name in r.state}:
+                state[name][buffer] = made[name]
+        step = Step(
+            first.count, first.loss, whole([r.gradients for r in ranks]), first.norm, first.outcome, first.scale,
+            first.good, first.t, whole([r.parameters for r in ranks]), state,
         )  # fmt: skip
+        steps.append(step)
     return Trace(case, layout, steps)
 
 
@@ -151,11 +176,11 @@ def what_shows(truth: Trace, wrong: Trace) -> Iterator[str]:
     yield from ["", "WHAT YOU WOULD HAVE SEEN: THE LOSS", *table(rows)]
 
 
-def what_does_not(truth: Trace, wrong: Trace, examined: int) -> Iterator[str]:
+def what_does_not(truth: Trace, wrong: Trace, examined: int, exact: bool) -> Iterator[str]:
     """Tell what differs in the first steps."""
     early = replace(truth.case, batches=truth.case.batches[:examined])
-    right = Trace(early, truth.layout, [replace(step, state={}) for step in truth.steps[:examined]])
-    verdict = compare(Trace(early, wrong.layout, wrong.steps[:examined]), right)
+    right = Trace(early, truth.layout, truth.steps[:examined])
+    verdict = compare(Trace(early, wrong.layout, wrong.steps[:examined]), right, bounds=[] if exact else None)
     yield from ["", "WHAT YOU WOULD NOT: WHAT DIFFERS FIRST"]
     if verdict.first is None:
         yield f"  Nothing in the first {examined} steps."
@@ -165,7 +190,7 @@ def what_does_not(truth: Trace, wrong: Trace, examined: int) -> Iterator[str]:
     found = [
         measured(name, wrong.steps[step].gradients[name], true) for name, true in truth.steps[step].gradients.items()
     ]
-    worst = [m for m in found if m.off > 1e-6]
+    worst = [m for m in found if not m.off <= 1e-6]
     if not worst:
         yield f"  All gradients of step {step} are right."
         return
@@ -190,8 +215,9 @@ def measured(name: str, got: HostArray, true: HostArray) -> Measured:
     """Split a gradient into a multiple of the true one and the rest."""
     g, t = got.reshape(-1), true.reshape(-1)
     square = float(t @ t)
-    if square == 0:
-        return Measured(name, math.nan, math.nan, float(np.abs(g).max(initial=0)))
+    if not (square > 0 and np.isfinite(g).all() and math.isfinite(square)):
+        same = np.array_equal(g, t, equal_nan=True)
+        return Measured(name, math.nan, math.nan, 0.0 if same else math.inf)
     times = float(g @ t) / square
     rest, off = (float(np.linalg.norm(d)) / math.sqrt(square) for d in (g - times * t, g - t))
     return Measured(name, times, rest, off)
