@@ -54,6 +54,15 @@ def test_what_does_not_divide_follows_the_split_rule(worlds: Worlds, heads: int,
         assert split.sizes(vocabulary, tp) == {2: [34, 33], 3: [23, 22, 22], 5: [14, 14, 13, 13, 13]}[tp]
 
 
+@pytest.mark.parametrize("kind", ["uint8", "int8", "uint16", "int32"])
+def test_tokens_may_be_of_any_integer_type(worlds: Worlds, kind: str) -> None:
+    """Also where the first word of a rank, 134 of 200, is no number of that type, or the difference to it is none."""
+    model = GPT(200, context=3, width=6, layers=1, heads=3, mlp_width=3)
+    rows = batch(dataclasses.replace(model, vocabulary=100), 4, 1.0, seed=1, step=0)
+    rows = Batch(rows.inputs.astype(kind), rows.targets.astype(kind), rows.mask)
+    hold(Case(model, SGD(lr=0.1), (rows,)), Layout(tp=3), worlds)
+
+
 # The words between ranks
 
 

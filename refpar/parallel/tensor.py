@@ -99,6 +99,7 @@ class VocabularyEmbedding:
 
     def forward(self, params: Params, x: Array, at: At) -> tuple[Array, Any]:
         xp, rows = array_module(x), len(params[f"{self.layer.name}.weight"])
+        x = x.astype("int64", copy=False)  # a small or unsigned type has no room for the difference
         here = (x >= self.start) & (x < self.start + rows)  # (batch, seq)
         y, ids = self.layer.forward(params, xp.where(here, x - self.start, 0), at)
         return xp.where(here[..., None], y, 0), (ids, here)
@@ -121,7 +122,7 @@ class VocabularyCrossEntropy:
     def forward(self, y: Array, targets: Array, mask: Array) -> tuple[Array, Any]:
         """Return the sum of losses, the same on every rank, and what the backward pass needs."""
         xp = array_module(y)
-        logits = xp.where(mask[..., None], widen(y), 0)
+        logits, targets = xp.where(mask[..., None], widen(y), 0), targets.astype("int64", copy=False)
         here = mask & (targets >= self.start) & (targets < self.start + y.shape[-1])  # (batch, seq)
         targets = xp.where(here, targets - self.start, 0)[..., None]  # (batch, seq, 1)
         logits = logits - ring.all_reduce(self.comm, logits.max(axis=-1, keepdims=True), "max")

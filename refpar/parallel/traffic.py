@@ -48,7 +48,7 @@ def bytes_sent(case: Case, layout: Layout, rank: int, batch: Batch, *, updated: 
     partial, gradient, weight, master = (
         np.dtype(kind).itemsize for kind in (types.reduce, types.gradients, types.compute, types.master)
     )
-    positions = batch.inputs.shape[1] if batch.inputs.dtype.kind == "i" else 1
+    positions = batch.inputs.shape[1] if batch.inputs.dtype.kind in "iu" else 1
     rows = placement.micro_batches(placement.rows(len(batch), layout.dp, d), layout.micro_batches)
     tokens = [len(part) * positions for part in rows]
 
