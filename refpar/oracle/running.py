@@ -116,7 +116,8 @@ def rounded(
 
     No operation rounds where ``sizes`` is less than 2^digits grains, in whatever order they are done.
     """
-    if grain is not None and grain >= to.lowest and (sizes < 2.0 ** (to.digits + min(grain, 900))).all():
+    fits = grain is not None and (sizes < 2.0 ** (to.digits + min(grain, 900))).all() and (sizes <= to.largest).all()
+    if fits and grain is not None and grain >= to.lowest:
         return Carried(value, error, grain)
     gamma = roundings * to.unit / (1 - roundings * to.unit)
     error = error + gamma * sizes + roundings * 2.0**to.lowest
