@@ -37,7 +37,7 @@ TRAINS = "this trains a case from end to end"
 
 
 class Plugin:
-    """For pytest: makes a mistake in this process and in all ranks, and skips whatever trains."""
+    """For pytest: makes a mistake in this process and in all ranks, and skips whatever trains, or starts programs."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -52,7 +52,8 @@ class Plugin:
         def skipped(*args: Any, **options: Any) -> None:
             pytest.skip(TRAINS)
 
-        for module, attribute in ((single, "train"), (hybrid, "run"), (hybrid, "train")):
+        other_programs = (subprocess, "run"), (subprocess, "Popen")
+        for module, attribute in ((single, "train"), (hybrid, "run"), (hybrid, "train"), *other_programs):
             setattr(module, attribute, skipped)
 
     def pytest_sessionstart(self, session: Any) -> None:

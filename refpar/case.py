@@ -220,7 +220,7 @@ class Layout:
             try:
                 values[key] = types[key](value)
             except ValueError:
-                raise ValueError(f"layout {key} is {value!r}: it must be a {types[key].__name__}") from None
+                raise ValueError(f"layout {key} is {value!r}: it must be a whole number") from None
         return cls(**values)
 
     def __str__(self) -> str:

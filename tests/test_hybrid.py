@@ -2,6 +2,9 @@
 
 import dataclasses
 import itertools
+import json
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -334,3 +337,61 @@ def test_long_runs_keep_little(worlds: Worlds) -> None:
         trace.steps[3].items(), (item for item in full.steps[3].items() if not item[0].startswith("gradient"))
     ):
         np.testing.assert_array_equal(x, y, name)
+
+
+# refpar verify
+
+
+def verify(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run ``refpar verify``."""
+    program = [sys.executable, "-m", "refpar", "verify", "--steps", "2", *arguments]
+    return subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize("separator", ["-", "_"])
+def test_any_one_layout_can_be_verified(separator: str) -> None:
+    """In both spellings: one row, ``hybrid``, with what was sent and kept beside the formulas."""
+    done = verify("--layout", f"dp=2,tp=2,pp=2,zero=1,micro{separator}batches=3,schedule=1f1b", "--json", "-")
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)["results"]
+    assert (row["technique"], row["layout"]) == ("hybrid", "dp=2,tp=2,pp=2,zero=1,micro_batches=3")
+    assert (row["ranks"], len(set(row["pids"])), row["passed"]) == (8, 8, True)
+    assert 0 < row["max_error"] <= row["bound"]
+    assert row["bytes_sent"] == row["bytes_expected"]
+    assert row["bytes_held"] == row["bytes_held_expected"]
+    assert min(row["bytes_sent"]) > 0
+
+
+@pytest.mark.parametrize("name", ["tp", "pp", "hybrid"])
+def test_each_way_of_splitting_has_its_rows(name: str) -> None:
+    """Several layouts, of up to twelve ranks, each with its own traffic."""
+    done = verify("--only", name, "--json", "-")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert len(rows) == 3
+    assert {row["technique"] for row in rows} == {name}
+    assert max(row["ranks"] for row in rows) <= MOST_RANKS
+    assert all(row["bytes_sent"] == row["bytes_expected"] for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--layout", "tp=7"], "--layout dp=1,tp=7: tp is 7: blocks.0 has 5 heads"),
+        (["--layout", "pp=5"], "pp is 5: the model has 4 units"),
+        (["--layout", "pp=2,stages=3+2"], "adds up to 5 units"),
+        (["--layout", "rows=2"], "layout key 'rows' is unknown"),
+        (["--layout", "microbatches=2"], "did you mean micro_batches?"),
+        (["--layout", "dp"], "layout 'dp' has no value: write dp=VALUE"),
+        (["--layout", "dp=many"], "layout dp is 'many': it must be a whole number"),
+        (["--layout", "dp=1000"], "1000 ranks are too many: at most 512"),
+        (["--layout", "dp=2", "--only", "tp"], "--layout is a run by itself"),
+        (["--only", "tp", "--ranks", "7"], "tp cannot run on 7 ranks"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_one_clear_line(arguments: list[str], words: str) -> None:
+    """Exit status 2, before anything starts."""
+    done = verify(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
