@@ -454,8 +454,8 @@ class Torch:
     limits = Limits()
     trap = ""
 
-    def __init__(self) -> None:
-        self.pool = Pool()
+    def __init__(self, pool: Pool | None = None) -> None:
+        self.pool, self.own = pool or Pool(), pool is None
 
     def run(self, case: Case, layout: Layout) -> list[Step]:
         """Train on ``layout.ranks`` workers; what rank 0 has."""
@@ -466,8 +466,9 @@ class Torch:
         return result
 
     def close(self) -> None:
-        """End the workers."""
-        self.pool.close()
+        """End the workers, unless they are somebody else's too."""
+        if self.own:
+            self.pool.close()
 
 
 def call(function: Callable[..., list[Step]], case: Case, layout: Layout, options: Mapping[str, Any]) -> list[Step]:
@@ -510,7 +511,7 @@ class FsdpTensorParallel(Torch):
 
     name = "torch fully_shard + tensor parallel"
     function = staticmethod(fsdp)
-    limits = Limits(dp=(2,), tp=(2,), zero=(2, 3), divides=True)
+    limits = Limits(dp=(2,), tp=(2,), zero=(2, 3), divides=True, empty=False)
 
 
 class TensorParallel(Torch):
@@ -518,7 +519,7 @@ class TensorParallel(Torch):
 
     name = "torch tensor parallel + loss_parallel"
     function = staticmethod(tensor_parallel)
-    limits = Limits(dp=(1,), tp=(2, 3), divides=True)
+    limits = Limits(dp=(1,), tp=(2, 3), divides=True, empty=False)
 
 
 class Pipeline(Torch):
