@@ -31,7 +31,7 @@ def a_case(model: GPT | MLP = A_GPT, **options: Any) -> Case:
     return Case(model, AdamW(lr=0.01, weight_decay=0.1), batches, **{"clip": 0.05, **options})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(splits())
 def test_trace_equals_single_device(worlds: Worlds, split: tuple[Case, Layout]) -> None:
     """Count, loss, gradients, norm, scale, state and weights of every step, on up to twelve ranks, and the traffic."""
