@@ -179,6 +179,7 @@ def verify(options: argparse.Namespace) -> int:
         raise BadInput(f"--data {options.data}: {error}") from None
     if options.layout and (reason := problem.why_not(options.layout)):
         raise BadInput(f"--layout {options.layout}: {reason}")
+    check_places(options, "json", "trace")
     to_stdout = options.json == "-"
     with problem.stack:
         if options.layout:
@@ -186,7 +187,8 @@ def verify(options: argparse.Namespace) -> int:
         else:
             rows = run_rows(problem, options.only or TECHNIQUES)
     if not rows:
-        raise BadInput(f"--ranks: {', '.join(options.only)} cannot run on {', '.join(map(str, options.ranks))} ranks")
+        counts = options.ranks or [most]
+        raise BadInput(f"{', '.join(options.only or TECHNIQUES)} cannot run on {', '.join(map(str, counts))} ranks")
     if options.trace is not None:
         teach("write_runs", options.trace, problem.worlds.values())
     show(rows, sys.stderr if to_stdout else sys.stdout)
@@ -273,6 +275,19 @@ def read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise BadInput(f"--data {path}: {error.strerror}") from None
+
+
+def check_places(options: argparse.Namespace, *names: str) -> None:
+    """Refuse, before the run, to write its results where that cannot be done."""
+    from refpar import files
+
+    for name in names:
+        path = getattr(options, name)
+        if path is not None and str(path) != "-" and speaks():
+            try:
+                files.check_place(Path(path))
+            except OSError as error:
+                raise BadInput(f"--{name} {path}: {error.strerror}") from None
 
 
 def write(path: Path, text: str, option: str = "--json") -> None:
@@ -399,8 +414,7 @@ def train(options: argparse.Namespace) -> int:
         raise BadInput(f"--resume {error}") from None
     except ValueError as error:
         raise BadInput(error) from None
-    if options.save is not None and not os.access(options.save.parent, os.W_OK | os.X_OK):
-        raise BadInput(f"--save {options.save}: there is no folder {options.save.parent} that can be written to")
+    check_places(options, "save", "trace")
     if options.trace is not None:
         opened = recording(options)
     with opened(layout.ranks) as world, watching(options.steps, 0 if begin is None else begin.step) as hear:

@@ -231,7 +231,10 @@ def pp_rows(problem: Problem) -> Iterator[Row]:
 
 def hybrid_rows(problem: Problem) -> Iterator[Row]:
     """Everything at once, on up to twelve ranks."""
-    asked = [f"{spread_over(ranks)},zero=1,micro_batches=2" for ranks in problem.ranks or ()]
+    counts: Sequence[int] = problem.ranks or ()
+    if problem.most is not None and not counts and problem.most < 12:
+        counts = (problem.most,)
+    asked = [f"{spread_over(ranks)},zero=1,micro_batches=2" for ranks in counts]
     yield from layout_rows(problem, "hybrid", asked or HYBRID_LAYOUTS)
 
 
