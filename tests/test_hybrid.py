@@ -152,7 +152,7 @@ def test_layouts_are_read_as_they_are_written(layout: Layout, separator: str) ->
 
 def test_a_world_of_another_size_is_refused(worlds: Worlds) -> None:
     """Two ranks cannot run what needs four."""
-    with pytest.raises(RankError, match="layout dp=2,tp=2 needs 4 ranks: there are 2"):
+    with pytest.raises(ValueError, match="layout dp=2,tp=2 needs 4 ranks: there are 2"):
         hybrid.run(a_case(), Layout(dp=2, tp=2), world=worlds(2))
 
 

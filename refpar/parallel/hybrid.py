@@ -59,7 +59,8 @@ def run(case: Case, layout: Layout, *, world: Ranks | None = None, start: State 
     Raises
     ------
     ValueError
-        Where ``layout`` cannot run the model, or ``start`` belongs to another case: before anything starts.
+        Where ``layout`` cannot run the model or has not as many ranks as ``world``, or ``start`` belongs to another
+        case: before anything starts.
     refpar.RankError
         Where a rank fails; it says which, why, and what the others were doing.
     """
@@ -69,6 +70,8 @@ def run(case: Case, layout: Layout, *, world: Ranks | None = None, start: State 
     if world is None:
         with World(layout.ranks) as own:
             return run(case, layout, world=own, start=start)
+    if world.ranks != layout.ranks:
+        raise ValueError(f"layout {layout} needs {layout.ranks} ranks: there are {world.ranks}")
     return collect(case, layout, world.run(train, case, layout, start))
 
 
