@@ -271,6 +271,14 @@ def test_small_gradients_live_under_a_scale() -> None:
     np.testing.assert_allclose(unscale(into["scaled"], 65536.0), 1e-8, rtol=2.0**-11)
 
 
+def test_a_sum_is_rounded_once() -> None:
+    """1 and a little more than half a last bit make the next half; a gradient rounded before it is added makes 1."""
+    into = {"g": np.array([1.0], np.float16)}
+    accumulate(into, "g", np.array([2.0**-11 + 2.0**-23], np.float32), "float16")
+    assert into["g"] == np.float16(1 + 2.0**-10)
+    assert into["g"].dtype == np.float16
+
+
 def test_real_text_without_scaling() -> None:
     """In a batch of millions of tokens a quarter of the gradient is zero in halves; training suffers; scaling mends it.
 
@@ -335,20 +343,23 @@ SHAKEN = 8
 
 
 @settings(max_examples=12, deadline=None)
-@given(gpts(max_layers=2), seeds, memory_layouts(), st.sampled_from([None, 0.5]))
+@given(st.integers(1, 2), st.booleans(), seeds, memory_layouts(), st.sampled_from([None, 0.5]))
 def test_a_transformer_in_halves_is_as_near_as_one_device(
-    worlds: Worlds, model: GPT, seed: int, layout: Layout, clip: float | None
+    worlds: Worlds, layers: int, tied: bool, seed: int, layout: Layout, clip: float | None
 ) -> None:
     """Its distance from the float64 truth is within what one device shows when its own roundings are shaken.
 
-    Twice that of the worst of eight runs: each of them carries its own roundings and as many random ones.
+    No value is off by more than twice that of the worst of eight runs, each of which carries its own roundings and
+    as many random ones; and half of all values by no more than a typical one of those runs.
     """
+    model = GPT(vocabulary=11, context=5, width=6, layers=layers, heads=3, tied=tied, dropout=0.25)
     rows = tuple(batch(model, 6, 0.8, seed, step) for step in range(2))
     case = Case(model, SGD(lr=0.1), rows, Precision("float16", loss_scale=LossScale(256.0)), clip=clip, seed=seed)
     true = single.train(replace(case, precision=Precision())).steps
     trace = hybrid.run(case, layout, world=worlds(layout.dp))
     libraries: list[Any] = [stochastic.Library(run) for run in range(SHAKEN)]
     shaken = [single.train(case, xp=library).steps for library in libraries]
+    beside_a_typical_run = []
     for number, step in enumerate(trace.steps):
         assert step.outcome == true[number].outcome
         runs = [dict(steps[number].items()) for steps in shaken]
@@ -360,6 +371,8 @@ def test_a_transformer_in_halves_is_as_near_as_one_device(
                     for x in (value, *(r[name] for r in runs))
                 ]
                 assert off[0] <= 2 * max(off[1:]), (name, off)
+                beside_a_typical_run += [off[0] / np.median(off[1:])] if np.median(off[1:]) else []
+    assert np.median(beside_a_typical_run) <= 1
 
 
 @pytest.mark.parametrize("stage", range(4))

@@ -223,6 +223,8 @@ def test_frozen_parameters(worlds: Worlds, stage: int, precision: Precision) -> 
         assert sum(ledger.total("dp").elements for ledger in trace.ledgers) == 2 * 2 * 2 * trained
     for rank, ledger in enumerate(trace.ledgers):
         assert trace.bytes_held[rank] == zero.bytes_held(units, stage, precision, 2, 3, rank, names)
+        peaks = zero.peaks(units, stage, precision, 2, 3, rank, names)
+        assert (trace.peak_gradients[rank], trace.peak_gathered[rank]) == peaks
         if stage:
             expected = zero.elements_sent(units, stage, 2, 3, rank, names)
             assert ledger.total("dp").elements == 2 * sum(expected)
