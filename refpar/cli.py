@@ -113,6 +113,7 @@ def parser() -> Parser:
     teaching(verbs)
     planning(verbs)
     checking(verbs)
+    conforming(verbs)
     return top
 
 
@@ -689,6 +690,7 @@ def checking(verbs: Any) -> None:
     p.add_argument("--sharding", metavar="FILE", type=Path, help="JSON that says how the ranks' pieces make a whole")
     p.add_argument("--steps", metavar="N", type=positive, help="compare the first N steps only")
     p.add_argument("--sha256", metavar="HEX", help="the golden must be the one with this checksum")
+    p.add_argument("--no-explain", action="store_true", help="do not replay known mistakes where a candidate differs")
     p.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
     p.add_argument("--junit", metavar="PATH", type=Path, help="write the results as JUnit XML")
     p.set_defaults(verb=comparison)
@@ -725,6 +727,7 @@ def comparison(options: argparse.Namespace) -> int:
             sharding=options.sharding,
             steps=options.steps,
             sha256=options.sha256,
+            explained=not options.no_explain,
         )
     except (BadGolden, BadDump, ValueError) as error:
         raise BadInput(error) from None
@@ -740,3 +743,38 @@ def comparison(options: argparse.Namespace) -> int:
     if options.junit:
         write(options.junit, junit, "--junit")
     return MATCHED if result.ok else MISMATCH
+
+
+# ------------------------------------------------------------------------------- other people's code: conformance
+
+
+def conforming(verbs: Any) -> None:
+    """Add ``conformance``."""
+    p = verbs.add_parser(
+        "conformance",
+        help="run the battery against an implementation of your own, through one small adapter",
+        description="Hold the operations and the training that an adapter has to one device, on examples that "
+        "Hypothesis draws and shrinks. What an adapter is: python -m pydoc refpar.conformance",
+    )
+    p.add_argument("adapter", metavar="PACKAGE.MODULE:CLASS", nargs="?", help="the adapter")
+    p.add_argument("--examples", metavar="N", type=positive, default=50, help="examples a check (default: 50)")
+    p.add_argument("--only", metavar="CHECK,…", help="names of checks, or parts of them")
+    p.add_argument("--known", metavar="FILE", help="known failures, a line each: CHECK: the reason")
+    p.add_argument("--write", metavar="DIR", help="write failing examples, shrunk, as goldens to this folder")
+    p.add_argument("--report", metavar="FILE", help="write what became of each check as JSON")
+    p.add_argument("--list", action="store_true", help="say what is checked, and stop")
+    p.set_defaults(verb=conformance)
+
+
+def conformance(options: argparse.Namespace) -> int:
+    """``refpar conformance``."""
+    from refpar.conformance import verb
+
+    if problem := verb.missing():
+        raise BadInput(problem)
+    if options.list:
+        return verb.listing()
+    if options.adapter is None:
+        raise BadInput("conformance needs an adapter, PACKAGE.MODULE:CLASS; --list shows what is checked")
+    o = options
+    return verb.run(o.adapter, o.examples, o.only, o.known, o.write, o.report)

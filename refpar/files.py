@@ -3,8 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
+
+
+def check_place(path: Path) -> None:
+    """Find out, before it takes time to make the content, whether a file can be written there.
+
+    Raises
+    ------
+    OSError
+        As :func:`write_whole` would; a disk that is full shows only then.
+    """
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if path.exists() and not path.is_file():
+        return
+    beside = beside_of(Path(os.path.realpath(path)))
+    os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    os.unlink(beside)
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -22,7 +40,7 @@ def write_whole(path: Path, content: bytes) -> None:
         path.write_bytes(content)
         return
     path = Path(os.path.realpath(path))
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    beside = beside_of(path)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb") as file:
@@ -33,3 +51,8 @@ def write_whole(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(beside)
+
+
+def beside_of(path: Path) -> Path:
+    """Return the name under which a file is written first."""
+    return path.with_name(f".{path.name}.{os.getpid()}.part")

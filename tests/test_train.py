@@ -20,6 +20,7 @@ from refpar.cli import BAD_INPUT, INTERRUPTED, MATCHED
 from refpar.comm import World
 from refpar.nn.models import GPT
 from refpar.optim import AdamW
+from refpar.oracle import bounds
 
 TRAIN = [sys.executable, "-m", "refpar", "train"]
 SMALL = ["--layers", "1", "--width", "12", "--heads", "3", "--context", "8", "--rows", "6"]
@@ -89,9 +90,9 @@ def test_resumed_in_another_layout(text: Path, tmp_path: Path) -> None:
     truth, state = single.train(case), refpar.load(tmp_path / "b")
     state.check(case)
     assert state.step == 6
+    allowed = bounds.spread(truth)[-1]
     for name, value in truth.steps[-1].parameters.items():
-        # Six steps of Adam at a rate below 1e-3: a last bit of a gradient of 1e-8 moves a weight by less than 1e-9.
-        np.testing.assert_allclose(state.parameters[name], value, rtol=0, atol=1e-9)
+        assert np.abs(state.parameters[name] - value).max() <= allowed[f"parameter/{name}"], name
 
 
 @pytest.mark.parametrize("layout", [[], ["--dp", "2", "--pp", "2"]])
@@ -149,7 +150,7 @@ BAD = {
     "dropout of all": (["--dropout", "1"], "dropout must be at least 0 and below 1"),
     "text that is too short": (["--context", "5000"], "the text has 1580 bytes"),
     "nothing to resume": (["--resume", "missing"], "--resume missing: No such file"),
-    "no place to save": (["--save", "no/such/place"], "there is no folder no/such"),
+    "no place to save": (["--save", "no/such/place"], "--save no/such/place: No such file"),
     "option that does not exist": (["--lion"], "unrecognized arguments: --lion"),
 }
 
@@ -192,15 +193,17 @@ def test_every_step_is_heard_once(worlds: Any) -> None:
     lines: list[longrun.Line] = []
     trace, stopped = longrun.train(case, Layout(dp=2), world=worlds(2), hear=lines.append)
     truth = single.train(case)
+    allowed = bounds.spread(truth, shaken=False)
     assert not stopped
     assert [line.step for line in lines] == [1, 2, 3, 4, 5]
-    assert [line.loss for line in lines] == pytest.approx([step.loss for step in truth.steps], rel=1e-12)
     assert [line.tokens for line in lines] == [step.count for step in truth.steps]
+    for line, step, bound in zip(lines, truth.steps, allowed, strict=True):
+        assert abs(line.loss - step.loss) <= bound["loss"]
     assert lines[-1].sent["dp"] == sum(ledger.total("dp").bytes for ledger in trace.ledgers)
     start = State.after(trace)
     assert start.step == 5
     for name, value in truth.steps[-1].parameters.items():
-        np.testing.assert_allclose(start.parameters[name], value, rtol=0, atol=1e-9)
+        assert np.abs(start.parameters[name] - value).max() <= allowed[-1][f"parameter/{name}"], name
 
 
 def test_a_run_that_fails_is_heard_to_its_end() -> None:

@@ -207,8 +207,7 @@ class Golden:
 
     def write(self, folder: Path) -> None:
         """Write the folder whole or not at all; it must not exist yet, or be empty."""
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise BadGolden(f"{folder} exists already: give the name of a new or an empty folder")
+        check_folder(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         versions = {"refpar": refpar.__version__, "numpy": np.__version__, "python": platform.python_version(),
                     "machine": platform.machine()}  # fmt: skip
@@ -222,6 +221,23 @@ class Golden:
             os.replace(room, folder)
         finally:
             shutil.rmtree(room, ignore_errors=True)
+
+
+def check_folder(folder: Path) -> None:
+    """Find out, before it takes time to make a golden, whether there can be a folder of this name.
+
+    Raises
+    ------
+    BadGolden
+        There is something in it.
+    OSError
+        It cannot be made.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise BadGolden(f"{folder} exists already: give the name of a new or an empty folder")
+    above = next(place for place in folder.absolute().parents if place.exists())
+    with tempfile.TemporaryDirectory(dir=above):
+        pass
 
 
 # ------------------------------------------------------------------------------------------------- making

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
-from refpar.oracle import candidate, control, golden, reports
+from refpar import arrays
+from refpar.oracle import candidate, control, explain, golden, reports
 from refpar.oracle.compare import Comparison
-from refpar.oracle.dumps import open_dump
+from refpar.oracle.dumps import BadDump, Dump, open_dump
 
 
 def golden_text(
@@ -28,6 +30,7 @@ def golden_text(
         raise ValueError("golden needs the NAME of a case, or --case FILE; --list shows the names")
     if folder is None:
         raise ValueError("golden needs -o DIR, the folder to write")
+    golden.check_folder(folder)
     if case is not None:
         known, what, own, layout = golden.read_case(case)
         made = golden.build(known, what, golden.in_dtype(own, dtype), layout)
@@ -47,8 +50,13 @@ def compare(
     sharding: Path | None,
     steps: int | None,
     sha256: str | None,
+    explained: bool = True,
 ) -> tuple[Comparison, str, str]:
     """Return the comparison, the name of what was compared, and the digest of the golden.
+
+    Parameters
+    ----------
+    explained : whether to replay the known mistakes where a candidate differs from a golden
 
     Raises
     ------
@@ -68,7 +76,31 @@ def compare(
     if sha256 and digest != sha256.lower():
         raise ValueError(f"{paths[0]} has the SHA-256 {digest}, not {sha256}")
     made = golden.load(paths[0])
-    return candidate.check(made, open_dump(paths[1:], sharding), steps=steps), made.name, digest
+    dump = open_dump(paths[1:], sharding)
+    result = candidate.check(made, dump, steps=steps)
+    if explained and not result.ok and made.case is not None and made.layout is not None:
+        result.notes.extend(explanation(made, dump, result))
+    return result, made.name, digest
+
+
+def explanation(made: golden.Golden, dump: Dump, result: Comparison) -> list[str]:
+    """Return what is known of the mistake that a candidate has made, in lines."""
+    assert made.case is not None
+    assert made.layout is not None
+    names = candidate.aliases(dump, made.expected)
+    got = {}
+    for name, own in names.items():
+        with contextlib.suppress(BadDump, ValueError):  # told already, with all that is wrong with it
+            got[name] = dump.read(own)[0].reshape(made.expected[name].shape)
+    if not got:
+        return []
+    first = result.first.name if result.first else ""
+    dtype = made.dtype
+    try:
+        told = explain.explain(got, made.case, made.layout, made.expected, made.bound, dtype=dtype, first=first)
+    except (ValueError, OSError, arrays.Unavailable) as error:
+        return [f"the known mistakes could not be replayed: {error}"]
+    return str(told).splitlines()
 
 
 def report(comparison: Comparison, name: str, digest: str) -> tuple[str, dict[str, Any], str]:
