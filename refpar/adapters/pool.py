@@ -140,12 +140,13 @@ class Pool:
 def _main_stays_here() -> Any:
     """Keep a spawned process from importing the caller's main module again, which may not be guarded."""
     main = sys.modules["__main__"]
-    hidden = {name: main.__dict__.pop(name) for name in ("__file__", "__spec__") if name in main.__dict__}
-    main.__dict__["__spec__"] = None
+    known = main.__dict__
+    hidden: dict[str, Any] = {name: known.pop(name) for name in ("__file__", "__spec__") if name in known}
+    known["__spec__"] = None
     try:
         yield
     finally:
-        main.__dict__.update(hidden)
+        known.update(hidden)
 
 
 def _serve(pipe: Connection, path: list[str], gloo_limit: float) -> None:
@@ -173,7 +174,7 @@ def _serve(pipe: Connection, path: list[str], gloo_limit: float) -> None:
                     world_size=ranks,
                     timeout=timedelta(seconds=gloo_limit),
                 )
-            answer = None, function(*arguments)
+            answer: tuple[str | None, Any] = None, function(*arguments)
         except BaseException as error:
             answer = f"{type(error).__name__}: {error}\n{traceback.format_exc()}", None
         try:

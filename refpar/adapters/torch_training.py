@@ -15,6 +15,7 @@ differs from the clipped gradient of the definition by 1e-6 of the limit; the fa
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -64,7 +65,7 @@ def optimizer(case: Case, named: Sequence[tuple[str, nn.Parameter]], kind: Calla
         cls, options = torch.optim.SGD, {"lr": o.lr, "momentum": o.momentum}
     else:
         cls = torch.optim.AdamW if isinstance(o, AdamW) else torch.optim.Adam  # type: ignore[assignment]
-        options = {"lr": o.lr, "betas": o.betas, "eps": o.eps}
+        options = {"lr": o.lr, "betas": o.betas, "eps": o.eps}  # type: ignore[dict-item]
     return cls(groups, **options) if kind is None else kind(groups, cls, options)  # type: ignore[arg-type]
 
 
@@ -141,13 +142,13 @@ def gradients_of(named: Sequence[tuple[str, nn.Parameter]]) -> dict[str, Tensor]
 
 
 def global_norm(named: Sequence[tuple[str, nn.Parameter]]) -> float:
-    """Return the norm of all gradients by PyTorch's own function, of those in pieces and of the whole ones."""
-    squares = 0.0
-    for pieces in (True, False):
-        found = [p.grad for _, p in named if p.grad is not None and isinstance(p.grad, DTensor) == pieces]
-        if found:
-            squares += float(whole(torch.nn.utils.get_total_norm(found))) ** 2
-    return float(np.sqrt(squares))
+    """Return the norm of all gradients by PyTorch's own function, which takes those of one mesh at a time."""
+    groups: dict[Any, list[Tensor]] = {}
+    for _, p in named:
+        if p.grad is not None:
+            groups.setdefault(p.grad.device_mesh if isinstance(p.grad, DTensor) else None, []).append(p.grad)
+    squares = sum(float(whole(torch.nn.utils.get_total_norm(found))) ** 2 for found in groups.values())
+    return math.sqrt(squares)
 
 
 def values(

@@ -131,5 +131,6 @@ class Subject:
     def close(self) -> None:
         """End what the adapter has started."""
         for part in (self.launcher, self.adapter):
-            if hasattr(part, "close"):
-                part.close()
+            close = getattr(part, "close", None)
+            if close is not None:
+                close()

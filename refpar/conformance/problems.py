@@ -185,5 +185,5 @@ def batch(model: GPT | MLP, rows: int, share: float, seed: int, step: int, *, at
     mask = rng.uniform((*key, "mask"), (rows, model.context)) < share
     if at_least_one:
         mask[:1, :1] = True
-    inputs, targets = (rng.integers((*key, name), mask.shape, 0, model.vocabulary) for name in ("x", "y"))
-    return Batch(inputs, np.where(mask, targets, -100), mask)
+    ids, following = (rng.integers((*key, name), mask.shape, 0, model.vocabulary) for name in ("x", "y"))
+    return Batch(ids, np.where(mask, following, -100), mask)

@@ -5,20 +5,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from typing import Any
 
 MATCHED, MISMATCH, BAD_INPUT, FAILED = 0, 1, 2, 3
-
-
-def options(p: Any) -> None:
-    """Add the options of the verb."""
-    p.add_argument("adapter", metavar="PACKAGE.MODULE:CLASS", help="see `pydoc refpar.conformance`")
-    p.add_argument("--examples", metavar="N", type=int, default=50, help="examples a check (default: 50)")
-    p.add_argument("--only", metavar="CHECK,…", help="names of checks, or parts of them")
-    p.add_argument("--known", metavar="FILE", help="known failures, a line each: CHECK: the reason")
-    p.add_argument("--write", metavar="DIR", help="write failing examples, shrunk, as goldens to this folder")
-    p.add_argument("--report", metavar="FILE", help="write what became of each check as JSON")
-    p.add_argument("--list", action="store_true", help="say what is checked, and stop")
 
 
 def listing() -> int:

@@ -39,7 +39,7 @@ from refpar.nn import checkpoint
 from refpar.nn.models import initial_value
 from refpar.oracle import bounds, compare, mistakes
 from refpar.oracle.bounds import unit_of
-from refpar.oracle.mistakes import CATALOGUE
+from refpar.oracle.mistakes import CATALOGUE, Mistake
 from refpar.parallel import assembly, hybrid
 from refpar.precision import Precision
 
@@ -179,6 +179,9 @@ def explain(
     wide, start = widened(case)
     replays = []
     for name in CATALOGUE if names is None else names:
+        if names is None and not possible(CATALOGUE[name], case, layout):
+            replays.append(Replay(name, silent=True))
+            continue
         try:
             values = replay(name, wide, layout, start, world)
         except (RankError, AssertionError, ValueError) as error:
@@ -187,6 +190,21 @@ def explain(
             replays.append(held(name, known, values, true, bound, unit))
     order = sorted(replays, key=lambda r: (not r.matches, bool(r.problem), r.silent, -r.matched, r.distance))
     return Explanation(tuple(order), advice(first))
+
+
+def possible(mistake: Mistake, case: Case, layout: Layout) -> bool:
+    """Return whether a mistake can be made here at all: one of tensor parallelism needs slices, and so on."""
+    needed = mistake.layout
+    for axis in ("tp", "pp", "zero", "micro_batches"):
+        none = 0 if axis == "zero" else 1
+        if getattr(needed, axis) > none and getattr(layout, axis) == none:
+            return False
+    if needed.ranks > 1 and layout.ranks == 1:
+        return False
+    if needed.recompute != "none" and layout.recompute == "none":
+        return False
+    scaled = case.precision.loss_scale is not None
+    return (scaled or not mistake.scaled) and (bool(case.frozen) or not mistake.frozen)
 
 
 def trace(candidate: Trace, reference: Trace, *, world: Ranks | None = None, allowed: bounds.Bounds | None = None,
