@@ -21,7 +21,7 @@ from refpar.case import Batch, Case, Layout, State, Trace, text_batches
 from refpar.nn.layer import At
 from refpar.nn.loss import seed_and_divisor
 from refpar.nn.models import GPT, MLP
-from refpar.optim import SGD, Adam, AdamW, learning_rate
+from refpar.optim import SGD, Adam, AdamW, learning_rate, squared_norm
 from refpar.oracle import stochastic
 from refpar.oracle.verify import package_text
 from refpar.parallel import data, hybrid
@@ -244,7 +244,7 @@ def test_unscaled_once_and_before_clipping(scale: float, decay: float) -> None:
     start = State.initial(Case(model, SGD(lr=1.0), ())).parameters
     x = np.array([[3.0, 4.0]])
     y = x @ start["layers.0.weight"] + start["layers.0.bias"]
-    rule = LossScale(scale, dynamic=False)
+    rule = LossScale(scale, interval=1)  # it grows in this very step, which the norm does not see (DeepSpeed#2695)
     case = Case(
         model,
         SGD(lr=1.0, weight_decay=decay),
@@ -260,6 +260,11 @@ def test_unscaled_once_and_before_clipping(scale: float, decay: float) -> None:
         value = start[name].astype(np.float32)
         expected = value - (g * np.float32(1 / math.sqrt(26)) + np.float32(decay * name.endswith("weight")) * value)
         np.testing.assert_allclose(step.state[name]["master"], expected, rtol=4 * 2.0**-24)
+
+
+def test_a_norm_is_not_formed_in_halves() -> None:
+    """5000 squared is beyond the largest half; the norm of two of them is 7071.07 (fairscale#263)."""
+    assert math.isclose(math.sqrt(squared_norm(np.array([5000, 5000], np.float16))), 7071.0678, rel_tol=1e-8)
 
 
 def test_small_gradients_live_under_a_scale() -> None:

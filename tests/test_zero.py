@@ -252,6 +252,25 @@ def test_groups_with_different_decay(worlds: Worlds, stage: int) -> None:
         np.testing.assert_allclose(trace.steps[0].parameters[name], moved, rtol=0, atol=4 * 2.0**-53 * 2)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("stage", range(4))
+def test_clipped_by_the_norm_of_the_sum(worlds: Worlds, stage: int, ranks: int) -> None:
+    """Gradients (3, 0) and (0, 4) of two rows are (0.6, 0.8) at a limit of 1: not clipped row by row (horovod#1346).
+
+    On three ranks one owns nothing of a weight of 2 and has no row: its norm is 0 (DeepSpeed#5148).
+    """
+    model = MLP((2, 1), init="integers")
+    case = Case(model, SGD(lr=1.0), (), clip=1.0, divide="after", frozen=("layers.0.bias",))
+    start = hybrid.State.initial(case).parameters
+    inputs = np.array([[3.0, 0.0], [0.0, 4.0]])
+    targets = inputs @ start["layers.0.weight"] + start["layers.0.bias"] - 1
+    case = replace(case, batches=(Batch(inputs, targets, np.ones(2, bool)),))
+    (step,) = hold_exactly(case, Layout(dp=ranks, zero=stage), worlds).steps
+    assert step.norm == 5
+    moved = start["layers.0.weight"] - step.parameters["layers.0.weight"]
+    np.testing.assert_allclose(moved, [[0.6], [0.8]], rtol=0, atol=4 * 2.0**-53)
+
+
 # ------------------------------------------------------------------ pieces and the order in which they travel
 
 
