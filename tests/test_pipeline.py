@@ -22,6 +22,7 @@ from refpar.nn.layer import At, Gradients, ParamSpec
 from refpar.nn.loss import SquaredError
 from refpar.nn.models import GPT, MLP
 from refpar.optim import SGD, Adam
+from refpar.oracle import bounds
 from refpar.parallel import hybrid, mesh, pipeline, schedule, simulator
 from refpar.precision import LossScale, Precision
 
@@ -57,7 +58,8 @@ def test_a_pipeline_changes_no_bit(worlds: Worlds, case: Case, micro_batches: in
     for a, b in zip(one.steps, other.steps, strict=True):
         for (name, x), (_, y) in zip(a.items(), b.items(), strict=True):
             if name == "norm":
-                assert x == pytest.approx(y, rel=2.0**-50, nan_ok=True)  # a few dozen squares
+                # Fewer than 64 squares, none negative, added in two orders: 2 * 64 u, and half of it under the root.
+                assert x == pytest.approx(y, rel=2.0**-47, nan_ok=True)
             else:
                 assert_array_equal(x, y, name)
 
@@ -153,10 +155,11 @@ def test_loss_and_count_are_known_on_every_stage(worlds: Worlds, pp: int) -> Non
     mask = np.zeros((3, 3), bool)
     mask[0, 0] = mask[2, 1] = mask[2, 2] = True
     case = Case(model, SGD(lr=0.1), (Batch(rows.inputs, rows.targets, mask),))
-    truth = single.train(case).steps[0]
+    truth = single.train(case)
+    allowed = bounds.spread(truth, shaken=False)[0]["loss"]
     for part in worlds(pp).run(hybrid.train, case, Layout(pp=pp, micro_batches=2)):
-        assert part.steps[0].count == truth.count == 3
-        assert part.steps[0].loss == pytest.approx(truth.loss, rel=2.0**-48)
+        assert part.steps[0].count == truth.steps[0].count == 3
+        assert abs(part.steps[0].loss - truth.steps[0].loss) <= allowed
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(pp=2, micro_batches=4), Layout(pp=2, micro_batches=4, zero=2)])
