@@ -32,9 +32,10 @@ Each parameter is split by itself, by the one split rule. So there is no padding
 than N leaves some owners with nothing, and a tied weight has the same owners wherever it stands.
 
 The words of PyTorch's FSDP (Zhao et al. 2023) for the same things: a *unit* is a wrapped module,
-gathering is "unshard", dropping "reshard"; stage 3 is ``FULL_SHARD``, stage 2 ``SHARD_GRAD_OP`` (which
-gathers once where stage 2 publishes once), data parallel ``NO_SHARD``. FSDP keeps the last unit
-gathered between its forward and its backward pass; here every unit is dropped, and the count is exact.
+gathering is "unshard", dropping "reshard"; stage 3 is ``FULL_SHARD``, data parallel ``NO_SHARD``, and stage
+2 ``SHARD_GRAD_OP``, which gathers weights ahead of the forward pass where stage 2 publishes them after
+the update. FSDP keeps the last unit gathered between its forward and its backward pass; here every
+unit is dropped, and the count is exact.
 """
 
 from __future__ import annotations
