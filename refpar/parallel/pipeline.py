@@ -22,6 +22,9 @@ before the first micro-batch starts; a stage that divided by its own would have 
 
 Messages between two stages arrive in the order in which they were sent, so they carry no tag. The receiver
 has to know the shape: it travels ahead of the first activation of a step, and counts as set-up.
+
+An instruction also names the slice ``v`` of the model that it is about. A stage here holds one slice, so it need
+not look; one that held several, as interleaving does, would keep its units, inputs and gradients by ``v`` as well.
 """
 
 from __future__ import annotations
