@@ -82,6 +82,8 @@ def test_gradients_alone_are_enough_but_are_needed(ragged: Golden, honest: Array
     """Gradients must be there, every one; other kinds may be missing altogether, but not in part."""
     gradients = {name: x for name, x in honest.items() if "/gradient/" in name}
     assert check(ragged, gradients, tmp_path).ok
+    losses = {name: x for name, x in honest.items() if name.endswith("/loss")}
+    assert check(ragged, losses, tmp_path).first.problem == "missing"
     lost = {name: x for name, x in gradients.items() if name != "step1/gradient/head.norm.bias"}
     verdict = check(ragged, lost, tmp_path)
     assert str(verdict.first) == "step 1: gradient/head.norm.bias: missing"
@@ -515,10 +517,11 @@ def test_ten_thousand_broken_files(tmp_path: Path) -> None:
         ),
         npz(a=np.arange(6.0).reshape(2, 3), b=np.ones(3, np.int64)),
         npz(a=np.asfortranarray(np.ones((3, 4), np.float16))),
+        npz(long=np.random.default_rng(0).integers(0, 9, 6000, np.uint8)),  # longer than what is read at once
     ]
     path, refused, lines = tmp_path / "file", 0, 0
     for _ in range(10_000):
-        content = bytearray(rng.choice(good))
+        content = bytearray(rng.choices(good, (8, 8, 8, 1))[0])
         for _ in range(rng.choice((1, 1, 2, 8))):
             at, how = rng.randrange(len(content)), rng.randrange(4)
             if how == 0:
