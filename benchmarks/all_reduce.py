@@ -171,12 +171,13 @@ def launch(ranks: int, blocks: int, openmpi: str | None) -> Launch:
     return medians, versions
 
 
-def report(measured: dict[int, list[Launch]], blocks: int) -> str:
+def report(measured: dict[int, list[Launch]], blocks: int, load: float) -> str:
     """Return the table of all launches, by number of ranks, and which targets were met."""
     lines = [
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
         f"{len(next(iter(measured.values())))} launches of {blocks} blocks; float32; refpar's time in microseconds",
-        "(median of the launches), and as a multiple of the others' (median, and least to most over the launches)",
+        "(median of the launches), and as a multiple of the others' (median, and least to most over the launches);",
+        f"load average before: {load:.1f}",
         "",
     ]
     verdicts, versions = [], {}
@@ -207,11 +208,12 @@ def main() -> None:
     options = parser.parse_args()
     for name in TUNED:
         os.environ.pop(name, None)
+    load = os.getloadavg()[0]
     measured = {
         ranks: [launch(ranks, options.blocks, options.openmpi) for _ in range(options.launches)]
         for ranks in map(int, options.ranks.split(","))
     }
-    text = report(measured, options.blocks)
+    text = report(measured, options.blocks, load)
     print(text)
     RESULTS.write_text(text)
 

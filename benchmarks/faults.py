@@ -156,11 +156,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    began = time.monotonic()
+    began, load = time.monotonic(), os.getloadavg()[0]
     outcomes = inject(options.runs, options.ranks, options.seed, progress=True)
     lines = [
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
-        f"{len(outcomes)} runs on {options.ranks} ranks, seed {options.seed}, {time.monotonic() - began:.0f} s",
+        f"{len(outcomes)} runs on {options.ranks} ranks, seed {options.seed}, {time.monotonic() - began:.0f} s;"
+        f" load average before: {load:.1f}",
         "",
         "fault             runs  named the rank  ms to the error: median   worst  left  next run right",
     ]

@@ -88,11 +88,11 @@ def reduce_list(comm: Any, values: list[int]) -> list[int]:
     return list(ring.all_reduce(comm, np.array(values, np.int64) + comm.rank).tolist())
 
 
-def report(measured: dict[int, list[dict[str, float]]]) -> str:
+def report(measured: dict[int, list[dict[str, float]]], load: float) -> str:
     """Return the table of all launches, by number of ranks."""
     lines = [
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
-        f"{len(next(iter(measured.values())))} launches: median, and least to most",
+        f"{len(next(iter(measured.values())))} launches: median, and least to most; load average before: {load:.1f}",
         "",
         "ranks   no-op, ms   with 4 KB, ms   Pool.map, ms   examples/s standing   anew   ratio",
     ]
@@ -112,7 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--launches", type=int, default=3)
     options = parser.parse_args()
-    text = report({ranks: [launch(ranks) for _ in range(options.launches)] for ranks in RANKS})
+    load = os.getloadavg()[0]
+    text = report({ranks: [launch(ranks) for _ in range(options.launches)] for ranks in RANKS}, load)
     print(text)
     RESULTS.write_text(text)
 
