@@ -385,10 +385,15 @@ def test_ones_own_all_reduce(tmp_path: Path) -> None:
     lost = right["sum/integers"].copy()
     lost[1005:] = made.inputs["rank0/integers"][1005:]
     first = check(made, {**right, "sum/integers": lost}, tmp_path).first
-    assert first.causes == ("the last 4 of 1009 elements are the share of replica 0 alone",)
+    assert first.causes == ("the last 4 of 1009 elements are the share of rank 0 alone",)
+    ranks = [{"sum/integers": lost if rank else right["sum/integers"]} for rank in range(2)]
+    ranks = [{**right, **own} for own in reversed(ranks)]
+    first = candidate.check(made, open_dump(several(ranks, tmp_path / "ranks"))).first
+    assert first.problem.startswith("replicas differ: element [1005] is")
+    assert first.causes == ("the last 4 of 1009 elements are the share of rank 0 alone",)
     without = right["sum/reals"] - made.inputs["rank2/reals"]
     causes = check(made, {**right, "sum/reals": without}, tmp_path).first.causes
-    assert causes == ("the share of replica 2 is missing from the sum",)
+    assert causes == ("the share of rank 2 is missing from the sum",)
 
 
 # ----------------------------------------------------------------------------------------------------- any model

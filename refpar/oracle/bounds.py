@@ -156,14 +156,18 @@ def truth(case: Case) -> Trace:
 
 
 def everything(case: Case, layout: Layout, trace: Trace, asarray: Callable[[HostArray], Any] = np.asarray) -> list[Any]:
-    """Return by step all values of a trace of one device and the pieces of ``layout``, by name, in causal order."""
-    begin = State.initial(trace.case) if trace.steps else None
+    """Return by step all values of a trace of one device and the pieces of ``layout``, by name, in causal order.
+
+    Parameters
+    ----------
+    case : whose type the initial values were rounded to; ``trace`` may be of its truth, in float64
+    asarray : makes arrays of the library that the pieces are computed with
+    """
+    start = State.initial(case)
+    initial = {name: x.astype(trace.case.precision.compute) for name, x in start.parameters.items()}
     result = []
     for number, step in enumerate(trace.steps):
-        assert begin is not None
-        start = {n: initial_value(case.seed, n, p, case.precision.master) for n, p in case.model.build().specs.items()}
-        start = {name: x.astype(trace.case.precision.compute) for name, x in start.items()}
-        weights, scale = parts.before(trace.steps, number, start, begin.scale)
+        weights, scale = parts.before(trace.steps, number, initial, start.scale)
         with np.errstate(over="ignore", invalid="ignore"):  # a step that overflows is among the cases
             pieces = parts.parts(trace.case, layout, number, weights, scale, asarray)
         items = dict(step.items())

@@ -25,7 +25,7 @@ from refpar.oracle import local
 from refpar.oracle.bounds import unit_of
 from refpar.oracle.causes import Alike, Context, causes, share
 from refpar.oracle.compare import NOWHERE, Comparison, Divergence, Nearest, judge
-from refpar.oracle.dumps import BadDump, Dump
+from refpar.oracle.dumps import REPLICAS, BadDump, Dump
 from refpar.oracle.golden import Golden
 from refpar.oracle.parts import kind_of, micro_gradients, trained
 from refpar.precision import Precision
@@ -83,7 +83,7 @@ class Walk:
         """Judge one value."""
         got, replicas = self.dump.read(self.names[name])
         if replicas:
-            self.problem(step, short, replicas)
+            self.problem(step, short, f"{REPLICAS}: {replicas}")
         divergence, nearest = judge(step, short, got.reshape(true.shape), true, self.bound.get(name, 0.0))
         self.nearest = max(self.nearest, nearest)
         if divergence is None:
@@ -154,7 +154,8 @@ def explain(walk: Walk, around: Callable[[str], Context], role: Mapping[tuple[in
         name = full_name(walk, found)
         part = "first" if i == 0 else role.get((found.step, found.name), "later")
         seen: tuple[str, ...] = ()
-        if not found.problem and i < MOST_EXPLAINED and part != "consequence":
+        readable = not found.problem or found.problem.startswith(REPLICAS)
+        if readable and i < MOST_EXPLAINED and part != "consequence":
             got = walk.read(name)
             if got is not None:
                 seen = tuple(causes(got, walk.expected[name], walk.bound.get(name, 0.0), around(name)))
@@ -265,7 +266,7 @@ def reduction_context(golden: Golden, name: str) -> Context:
     short = name.partition("/")[2]
     ranks = len(golden.ledger)
     shares = [golden.inputs[f"rank{rank}/{short}"] for rank in range(ranks)]
-    return Context(unit_of(golden.dtype), {"ranks": float(ranks)}, shares)
+    return Context(unit_of(golden.dtype), {"ranks": float(ranks)}, shares, part="rank")
 
 
 # -------------------------------------------------------------------------------------------------- small things

@@ -172,7 +172,7 @@ def tail(a: HostArray, b: HostArray, context: Context, alike: Alike) -> Iterator
         yield f"{what} are zero"
     for rank, own in enumerate(context.shares):
         if room(x[where], np.asarray(own, np.float64).ravel()[where], part=where):
-            yield f"{what} are the share of replica {rank} alone"
+            yield f"{what} are the share of {context.part} {rank} alone"
     if context.previous is not None and context.previous.size == x.size:
         before = np.asarray(context.previous, np.float64).ravel()[where]
         if room(x[where], before, part=where):

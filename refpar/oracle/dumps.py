@@ -40,7 +40,8 @@ Shape = tuple[int, ...]
 
 MOST_JSON = 64 << 20
 """Bytes of JSON that are read at most: as a header, as metadata, or as a file."""
-MOST_AXES = 32
+REPLICAS = "replicas differ"
+"""How a report of copies that should be equal begins."""
 DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32",
     "I64": "int64", "U64": "uint64", "F16": "float16", "F32": "float32", "F64": "float64",
@@ -247,7 +248,7 @@ class Dump:
                 at = tuple(int(i) for i in np.unravel_index(int(np.argmax(differ)), whole.shape)) if whole.ndim else ()
                 place = f"element [{', '.join(map(str, at))}] " if at else ""
                 one, two = value.rank_of(at), value.rank_of(at, number)
-                wrong = f"replicas differ: {place}is {whole[at]} on rank {one} and {other[at]} on rank {two}"
+                wrong = f"{place}is {whole[at]} on rank {one} and {other[at]} on rank {two}"
                 break
         return whole, wrong
 

@@ -55,7 +55,9 @@ def headline(comparison: Comparison, name: str) -> str:
             else "all equal"
         )
         return f"{name} matches: {comparison.compared} values, {nearest} ({comparison.bound_kind})"
-    return f"{name} differs: {len(comparison.divergences)} of {comparison.compared} values ({comparison.bound_kind})"
+    wrong = len({(found.step, found.name) for found in comparison.divergences})
+    looked = max(wrong, comparison.compared)
+    return f"{name} differs: {wrong} of {looked} values ({comparison.bound_kind})"
 
 
 def as_json(comparison: Comparison, name: str, digest: str = "") -> dict[str, Any]:
