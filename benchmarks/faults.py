@@ -29,7 +29,7 @@ import numpy as np
 
 from refpar.comm import CollectiveMismatch, CommTimeout, RankError, World, ring
 
-LIMIT = 0.25
+LIMIT = 0.5
 KINDS = ("killed", "raises", "stalls", "other collective")
 RESULTS = Path(__file__).parent / "results" / "faults.txt"
 

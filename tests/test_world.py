@@ -3,6 +3,7 @@
 import functools
 import os
 import platform
+import re
 import signal
 import socket
 import subprocess
@@ -101,6 +102,15 @@ def test_the_pool_stands(world: World) -> None:
     assert len(set(pids)) == 4
     assert world.run(lambda comm: os.getpid()) == pids == world.pids
     assert os.getpid() not in pids
+
+
+def test_ranks_that_have_started_are_ready() -> None:
+    """No wait for a rank includes its start: all are deaf to Ctrl-C already."""
+    with World(4) as world:
+        for pid in world.pids:
+            ignored = re.search(r"SigIgn:\s*(\w+)", Path(f"/proc/{pid}/status").read_text())
+            assert ignored is not None
+            assert int(ignored[1], 16) >> (signal.SIGINT - 1) & 1
 
 
 def test_large_arguments_and_results(world: World) -> None:

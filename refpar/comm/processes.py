@@ -181,6 +181,7 @@ class Pool:
         try:
             for rank in range(ranks):
                 self._start(context, starter, rank, backend)
+            self._reports()  # that they are ready: no wait for a rank shall include its start
         except BaseException:
             self.kill()
             raise
@@ -216,9 +217,19 @@ class Pool:
                 raise self._stuck(rank, "did not take the call") from None
             except OSError:
                 raise self._ended(rank) from None
-        results: dict[int, Any] = {}
+        results, pieces = self._reports()
+        if pieces:
+            source, dest = self.region.unread()[0]
+            raise CollectiveMismatch(
+                f"rank {source} sent rank {dest} a message that nobody received: both functions have returned", source
+            )
+        return [self._result(rank, results[rank]) for rank in range(len(self.pipes))]
+
+    def _reports(self) -> tuple[dict[int, Any], int]:
+        """Wait for one report of every rank; return the values, by rank, and pieces sent less received, of all."""
+        values: dict[int, Any] = {}
         pieces = 0
-        while len(results) < len(self.pipes):
+        while len(values) < len(self.pipes):
             for fd, _ in self.poll.poll():
                 rank, is_end = self.sources[fd]
                 if is_end:
@@ -231,14 +242,9 @@ class Pool:
                     raise self._ended(rank) from None
                 if kind is not None:
                     raise self._error(rank, kind, value)
-                results[rank] = value
+                values[rank] = value
                 pieces += balance
-        if pieces:
-            source, dest = self.region.unread()[0]
-            raise CollectiveMismatch(
-                f"rank {source} sent rank {dest} a message that nobody received: both functions have returned", source
-            )
-        return [self._result(rank, results[rank]) for rank in range(len(self.pipes))]
+        return values, pieces
 
     def kill(self) -> None:
         """End the processes at once, whatever they are doing. Again, or in a forked child, do nothing."""
@@ -379,6 +385,7 @@ def _rank_main(
     try:
         _settle(environ)
         xp = arrays.use(backend, rank)
+        pipe.send_bytes(pickle.dumps((None, "ready", 0)))
     except Exception as error:
         pipe.send_bytes(_failure(transport, error))
     while True:
