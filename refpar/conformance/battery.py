@@ -28,18 +28,21 @@ def test_conformance(name: str, refpar_subject: Subject, request: pytest.Fixture
         absent(report, check)
     report.outcomes[name] = "failed"
     seen: list[Example] = []
+    wrong = None
     try:
         run(check, refpar_subject, config.getoption("refpar_examples"), report, seen)
-    except BaseException as error:
+    except Exception as error:
+        wrong = error
         report.details[name] = str(error).partition("\n")[0]
-        extra = written(config.getoption("refpar_write"), check, seen), explained(error, seen)
-        if name in known and isinstance(error, Exception):
-            report.outcomes[name] = "known"
-            pytest.xfail(known[name])
-        if isinstance(error, Wrong):
-            drawn = [note for note in getattr(error, "__notes__", []) if note.startswith("Draw ")]
-            pytest.fail("\n".join([str(error), *filter(None, extra), *drawn]), pytrace=False)
-        raise
+    if wrong is not None and name in known:
+        report.outcomes[name] = "known"
+        pytest.xfail(known[name])
+    if isinstance(wrong, Wrong):
+        drawn = [note for note in getattr(wrong, "__notes__", []) if note.startswith("Draw ")]
+        extra = written(config.getoption("refpar_write"), check, seen), explained(seen)
+        pytest.fail("\n".join([str(wrong), *filter(None, extra), *drawn]), pytrace=False)
+    if wrong is not None:
+        raise wrong
     if name in known:
         report.outcomes[name] = "fixed"
         pytest.fail(f"{name} was expected to fail ({known[name]}), and passes: take it off the list", pytrace=False)
@@ -89,9 +92,9 @@ def written(folder: str | None, check: Check, seen: list[Example]) -> str:
     return write(path, check.name, seen[-1])
 
 
-def explained(error: BaseException, seen: list[Example]) -> str:
+def explained(seen: list[Example]) -> str:
     """Say which known mistake has these numbers, for a training run."""
-    if not (isinstance(error, Wrong) and seen and seen[-1].case is not None):
+    if not (seen and seen[-1].case is not None):
         return ""
     from refpar.conformance.example import explain
 
