@@ -401,7 +401,7 @@ def input_gradient_of_columns_not_summed(right: Wrong, self: Any, params: Any, s
          layout="tp=2", seen="loss")  # fmt: skip
 def fused_projection_cut_as_one_block(right: Wrong, whole: Array, spec: Any, tp: int, t: int) -> Array:
     """Queries, keys and values are cut as one block: the first rank gets queries and half of the keys."""
-    if spec.axis is None or len(spec.shape) < 2 or spec.shape[spec.axis - 1] != 3:
+    if not spec.axis or spec.shape[spec.axis - 1] != 3:  # not sliced, or by its first axis, or not fused
         return right(whole, spec, tp, t)
     before, after = spec.shape[: spec.axis - 1], spec.shape[spec.axis + 1 :]
     heads = len(range(spec.shape[spec.axis])[whole_slices(spec, tp, t)])
