@@ -248,6 +248,15 @@ def decaying_average_of_micro_batches(
     right(into, name, gradient, dtype)
 
 
+@mistake("refpar.parallel.pipeline:Stage.backward", "siboehm/ShallowSpeed@2e236ec", layout="dp=1,micro_batches=3",
+         seen="gradient")  # fmt: skip
+def divided_by_micro_batches_too(right: Wrong, self: Any, m: int) -> None:
+    """Each micro-batch's loss is divided by their number, though it was divided by the global count already."""
+    seed, self.seed = self.seed, self.seed / len(self.micro_batches)
+    right(self, m)
+    self.seed = seed
+
+
 @mistake("refpar.parallel.data:DataParallel.unit_done", "microsoft/DeepSpeed#7985", layout="dp=3,micro_batches=3",
          seen="replicas")  # fmt: skip
 def reduced_before_the_last_micro_batch(right: Wrong, self: Any, index: int, last: bool) -> None:
@@ -349,6 +358,18 @@ def squared_norms_averaged(right: Wrong, world: Communicator, *args: Any) -> tup
     """The squared norms of the ranks' shares are averaged instead of added: too small by the square root of N."""
     loss, norm, overflow = right(world, *args)
     return loss, norm / math.sqrt(world.size), overflow
+
+
+@mistake("refpar.parallel.hybrid:agree", "horovod/horovod#1346", layout="dp=2,zero=2", seen="agreement")
+def norm_of_own_shards(
+    right: Wrong, world: Communicator, loss_sum: float, counted: Any, seen: Any
+) -> tuple[float, float, bool]:
+    """Each rank takes the norm of the elements that it owns for that of all, and clips by it."""
+    from refpar import optim
+
+    counted = list(counted)
+    loss, _, overflow = right(world, loss_sum, counted, seen)
+    return loss, math.sqrt(sum(optim.squared_norm(g) for g in counted)), overflow
 
 
 @mistake("refpar.optim:squared_norm", "pytorch/pytorch#159856", layout="dp=1", seen="norm")
