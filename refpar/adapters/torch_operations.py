@@ -313,6 +313,14 @@ def in_pieces(example: Example) -> Answer:
     return Answer("") if alike(own, gradient) else Answer("gradient", own.tolist(), gradient.tolist())
 
 
+def in_pieces_or_refused(example: Example) -> Answer:
+    """The same, for operations that DTensor may refuse: that is loud, and no number is wrong."""
+    try:
+        return in_pieces(example)
+    except (RuntimeError, NotImplementedError):
+        return Answer("refused")
+
+
 def cut(example: Example) -> DTensor:
     """Return the input in pieces."""
     x, axis, rank, ranks = tensor(example.x), mesh(), dist.get_rank(), dist.get_world_size()
@@ -343,5 +351,23 @@ def empty_pieces(example: Example, ranks: int) -> bool:
     return min(len(range(r * each, min((r + 1) * each, n))) for r in range(ranks)) == 0 or 0 in split.sizes(n, ranks)
 
 
-KNOWN: dict[str, str] = {}
-"""Operations that are wrong in torch 2.13.0, and how."""
+def smallest(name: str, x: Sequence[float] = (0.375, -0.125)) -> Example:
+    """Return the smallest input on which an operation is wrong: two numbers on two ranks, as a rule."""
+    return Example(name, np.array(x), 0, 0)
+
+
+LOSSES = "the backward pass divides by the elements of a rank instead of all: n times the gradient on n ranks"
+NORMS = "the backward pass divides by the number of a rank's entries that are the maximum, which may be 0"
+KNOWN: dict[str, tuple[Example, str]] = {
+    "mse_loss": (smallest("mse_loss"), LOSSES),
+    "smooth_l1_loss": (smallest("smooth_l1_loss"), LOSSES),
+    "huber_loss": (smallest("huber_loss"), LOSSES),
+    "binary_cross_entropy": (smallest("binary_cross_entropy"), LOSSES),
+    "bce_with_logits": (
+        smallest("bce_with_logits", (0.375, -0.125, 0.875)), "the mean of the ranks' means, of shards of unequal length",
+    ),
+    "inf-norm": (smallest("inf-norm", (0.375, 0.875)), NORMS),
+    "-inf-norm": (smallest("-inf-norm"), NORMS),
+    "item of the sum": (smallest("item of the sum"), "item() of a sum that is still in parts is that of the own part"),
+}  # fmt: skip
+"""Operations that are wrong in torch 2.13.0, the smallest input, on two ranks, and how they are wrong."""

@@ -349,14 +349,19 @@ def tensor_parallel(case: Case, layout: Layout, *, trap: str = "") -> list[Step]
 # Pipelining
 
 
-def pipeline(case: Case, layout: Layout, *, trap: str = "") -> list[Step]:
+def interleaved(case: Case, layout: Layout) -> list[Step]:
+    """Train with two stages a rank."""
+    return pipeline(case, layout, stages_per_rank=2)
+
+
+def pipeline(case: Case, layout: Layout, *, trap: str = "", stages_per_rank: int = 1) -> list[Step]:
     """Train with ``torch.distributed.pipelining``: GPipe or 1F1B, or interleaved with two stages a rank."""
     from torch.distributed import pipelining
 
     network = build(case)
     named = parameters(network, case)
     names = {id(p): name for name, p in named}
-    rank, stages_per_rank = dist.get_rank(), 2 if layout.schedule == "interleaved" else 1
+    rank = dist.get_rank()
     count = layout.pp * stages_per_rank
     cut = schedule.stages_of(len(network.units), count)
     mine = range(rank, count, layout.pp)
@@ -387,12 +392,14 @@ def pipeline(case: Case, layout: Layout, *, trap: str = "") -> list[Step]:
         stages = [
             pipelining.PipelineStage(m, s, count, torch.device("cpu")) for m, s in zip(modules, mine, strict=True)
         ]
-        kinds = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B,
-                 "interleaved": pipelining.ScheduleInterleaved1F1B}  # fmt: skip
-        runner = kinds[layout.schedule](
-            stages if stages_per_rank > 1 else stages[0], layout.micro_batches, loss_fn=loss,  # type: ignore[arg-type]
+        kinds: dict[str, Any] = {"gpipe": pipelining.ScheduleGPipe, "1f1b": pipelining.Schedule1F1B}
+        kind = pipelining.ScheduleInterleaved1F1B if stages_per_rank > 1 else kinds[layout.schedule]
+        runner = kind(
+            stages if stages_per_rank > 1 else stages[0],
+            layout.micro_batches,
+            loss_fn=loss,
             scale_grads=trap == "scale_grads",
-        )  # fmt: skip
+        )
         seen: list[Tensor] = []
         last = count - 1 in mine
         if 0 in mine:
@@ -535,13 +542,28 @@ class Pipeline(Torch):
         return "1F1B refuses M < stages" if layout.schedule == "1f1b" and layout.micro_batches < layout.pp else None
 
 
+class Interleaved(Pipeline):
+    """Interleaved 1F1B, two stages a rank."""
+
+    name = "torch pipelining (interleaved)"
+    limits = Limits(
+        dp=(1,), pp=(2,), micro_batches=(2, 4), schedules=("1f1b",), models=("mlp",), divides=True, empty=False, layers=4
+    )  # fmt: skip
+
+    def run(self, case: Case, layout: Layout) -> list[Step]:
+        """Train in the interleaved schedule, which a layout of refpar has no word for."""
+        arguments = [(interleaved, case, layout, {})] * layout.ranks
+        result: list[Step] = self.pool.run(layout.ranks, call, arguments)[0]
+        return result
+
+
 TRAPS: dict[str, tuple[type[Torch], str]] = {
-    "no_sync in the last micro-batch too": (Ddp, "gradients_not_reduced"),
+    "no_sync in the last micro-batch too": (Ddp, ""),
     "mean over the rank's own tokens": (Ddp, "mean_of_rank_means"),
     "sums are averaged": (Ddp, "divided_by_ranks_too"),
-    "norm of the own shards": (Fsdp, ""),
-    "untied": (Pipeline, ""),
-    "scale_grads": (Pipeline, ""),
-    "each stage clips by its own norm": (Pipeline, ""),
+    "norm of the own shards": (Fsdp, "norm_of_own_shards"),
+    "untied": (Pipeline, "tied_copies_not_summed"),
+    "scale_grads": (Pipeline, "divided_by_micro_batches_too"),
+    "each stage clips by its own norm": (Pipeline, "each_stage_clips_by_its_own_norm"),
 }
 """What users do wrong with these, whom with, and which mistake of the catalogue that is, where it has it."""

@@ -42,6 +42,7 @@ class Limits:
     precision : the type that the implementation computes in, ``"float32"`` or ``"float64"``
     divides : whether it can only do sizes that divide: heads, hidden features and vocabulary by tp, rows by
         ``dp * micro_batches``
+    layers : of an MLP, at least
     empty : whether a step, or a replica, may be without any row or token
     """
 
@@ -60,6 +61,7 @@ class Limits:
     tied: tuple[bool, ...] = (False, True)
     precision: str = "float64"
     divides: bool = False
+    layers: int = 1
     empty: bool = True
 
 
@@ -153,7 +155,7 @@ def draw_model(draw: Draw, limits: Limits, tp: int, pp: int) -> GPT | MLP:
     least, step = (tp, tp) if limits.divides else (1, 1)
     if draw(st.sampled_from(limits.models), label="model") == "mlp":
         hidden = st.integers(1, 3 if limits.divides else 6).map(lambda n: n * step)
-        layers = draw(st.integers(max(1, pp), 4), label="layers")
+        layers = draw(st.integers(max(limits.layers, pp), 4), label="layers")
         widths = [draw(hidden, label="width") for _ in range(layers + 1)]
         return MLP(tuple(widths))
     heads = draw(st.integers(1, 2 if limits.divides else 3).map(lambda n: max(n * step, tp)), label="heads")
