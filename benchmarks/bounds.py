@@ -236,12 +236,14 @@ def kills(worlds: Callable[[int], World], show: Callable[[str], None]) -> None:
     show(f"{'seen, of those that show':42} " + " ".join(totals))
 
 
-def false_alarms(runs: int, seed: int, worlds: Callable[[int], World], show: Callable[[str], None]) -> None:
+def false_alarms(
+    runs: int, seed: int, dtypes: list[str], worlds: Callable[[int], World], show: Callable[[str], None]
+) -> None:
     """Judge ``runs`` correct runs in each type and print how many are flagged."""
     names = [name for name, named in CASES.items() if named.dtype != "float16"]
     heads = " ".join(f"{h:>12}" for h in HABITS)
     show(f"{'correct runs':14} {'tier':12} {'runs':>6} {'values':>9} {'flagged':>8} | {heads}")
-    for dtype in ("float32", "float64"):
+    for dtype in dtypes:
         random = np.random.default_rng([seed, len(dtype), dtype == "float64"])
         total: Counter[tuple[str, str]] = Counter()
         for i, name in enumerate(names):
@@ -268,6 +270,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     arguments.add_argument("--runs", type=int, default=10_000, help="correct runs in each type")
     arguments.add_argument("--seed", type=int, default=0)
+    arguments.add_argument("--dtypes", nargs="+", default=["float32", "float64"])
     arguments.add_argument("--part", choices=("kills", "alarms", "both"), default="both")
     options = arguments.parse_args()
 
@@ -286,7 +289,7 @@ def main() -> None:
         if options.part in ("kills", "both"):
             kills(worlds, show)
         if options.part in ("alarms", "both"):
-            false_alarms(options.runs, options.seed, worlds, show)
+            false_alarms(options.runs, options.seed, options.dtypes, worlds, show)
         print(f"{time.perf_counter() - start:.0f} s", file=sys.stderr)
 
 

@@ -253,6 +253,17 @@ def test_what_does_not_round_is_not_shaken() -> None:
     assert not np.array_equal(bare(x * np.float32(1.1)), plain * np.float32(1.1))
 
 
+def test_shaking_goes_all_the_way_to_the_loss() -> None:
+    """No two shaken runs have a number in common that was computed by rounding: not the loss, not one gradient."""
+    case = CASES["ragged"].make("float64")
+    runs = [dict(single.train(case, xp=Library(seed)).steps[0].items()) for seed in range(6)]  # type: ignore[arg-type]
+    assert len({run["loss"] for run in runs}) > 3
+    assert len({run["norm"] for run in runs}) > 3
+    for name in runs[0]:
+        if name.startswith("gradient/"):
+            assert len({float(np.ravel(run[name])[np.argmax(np.abs(runs[0][name]))]) for run in runs}) > 3, name
+
+
 def test_shaking_stays_in_its_type() -> None:
     """Results keep their type; what was float32 and is widened is shaken as float32, and a summed half too."""
     random = np.random.default_rng(0)

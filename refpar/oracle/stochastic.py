@@ -13,7 +13,8 @@ probabilistic rounding error analysis", theorem 2.4). u is the unit roundoff of 
 2^-53. What was float32 and is float64 for a moment, as in the global norm, is shaken as float32: others do not widen.
 
 :class:`Shaken` is an array of NumPy's own, so the code under it need not know: it is handed shaken weights, and
-everything computed from them is shaken too.
+everything computed from them is shaken too. What NumPy hands out bare in between (a new empty array, a copy in another
+order) is filled with shaken numbers and shaken on from the next operation that has a weight in it.
 """
 
 from __future__ import annotations
@@ -82,11 +83,13 @@ class Shaken(np.ndarray[Any, Any]):
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         result = super().__array_function__(function, types, args, options)
-        if function is not np.einsum or not isinstance(result, np.ndarray):
+        if not isinstance(result, np.ndarray) or result.dtype.kind != "f":
             return result
-        terms, *operands = args
-        magnitude = np.einsum(terms, *(np.abs(bare(x)) for x in operands))
-        return self._own(self._shake(bare(result), magnitude * math.sqrt(operands[0].shape[-1])))
+        if function is np.einsum:
+            terms, *operands = args
+            magnitude = np.einsum(terms, *(np.abs(bare(x)) for x in operands))
+            return self._own(self._shake(bare(result), magnitude * math.sqrt(operands[0].shape[-1])))
+        return result if isinstance(result, Shaken) else self._own(result)  # np.where, for one, hands out a bare array
 
     def _own(self, result: Any, unit: float | None = None) -> Any:
         shaken = np.asarray(result).view(Shaken)
