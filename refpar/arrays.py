@@ -115,9 +115,9 @@ def to_host(x: Array) -> npt.NDArray[Any]:
 
 
 def accumulator(dtype: npt.DTypeLike) -> np.dtype[Any]:
-    """Return the type that sums of ``dtype`` are kept in: float32 for float16, else ``dtype``."""
-    dtype = np.dtype(dtype)
-    return np.dtype(np.float32) if dtype == np.float16 else dtype
+    """Return the type that sums of ``dtype`` are kept in: float32 for float16, else ``dtype``; in native byte order."""
+    native = np.dtype(dtype).newbyteorder("=")  # np.dtype(">f2") == np.float16 is False
+    return np.dtype(np.float32) if native == np.float16 else native
 
 
 def widen(x: Array) -> Array:

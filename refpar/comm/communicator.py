@@ -12,6 +12,8 @@ Three rules make programs on it easy to reason about:
 - **Every message says what it belongs to**: operation, number in its group, type and shape of the
   whole array. A receiver that finds another call than its own raises
   :class:`~refpar.comm.errors.CollectiveMismatch` instead of adding up what does not belong together.
+
+Bytes travel in this machine's order, whatever that of the arrays on either side.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class Communicator:
     def recv(self, out: Array, source: int) -> Array:
         """Receive into ``out``, which has the shape and dtype of what is sent, and return it."""
         peer = self._peer("source", source)
-        host = out if isinstance(out, np.ndarray) and out.flags.c_contiguous else np.empty(out.shape, out.dtype)
+        direct = isinstance(out, np.ndarray) and out.flags.c_contiguous and out.dtype.isnative
+        host = out if direct else np.empty(out.shape, native(out.dtype))
         raw = _raw(host)
 
         def consume(start: int, piece: Bytes) -> None:
@@ -140,7 +143,7 @@ class Communicator:
         Waits until ``dest`` has taken what was sent, so all ranks concerned must be in the same operation.
         """
         to, from_, host = self._peer("dest", dest), self._peer("source", source), _contiguous(array)
-        kind = np.dtype(dtype or host.dtype)
+        kind = native(dtype or host.dtype)
 
         def hand_on(start: int, piece: Bytes) -> None:
             consume(start // kind.itemsize, piece.view(kind))
@@ -219,10 +222,15 @@ class Communicator:
         return self.members[rank]
 
 
+def native(dtype: npt.DTypeLike) -> np.dtype[Any]:
+    """Return ``dtype`` in this machine's byte order. Its ``name``, which calls are compared by, says nothing of it."""
+    return np.dtype(dtype).newbyteorder("=")
+
+
 def _contiguous(array: Array) -> HostArray:
-    """Return ``array`` on the host, in C order: its elements in their logical order, whatever the strides."""
+    """Return ``array`` on the host, in C order and native bytes: its elements in logical order, whatever the strides."""
     host = to_host(array)
-    return host if host.flags.c_contiguous else np.ascontiguousarray(host)
+    return host if host.flags.c_contiguous and host.dtype.isnative else np.asarray(host, native(host.dtype), order="C")
 
 
 def _raw(host: HostArray) -> Bytes:

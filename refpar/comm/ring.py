@@ -45,7 +45,7 @@ import numpy.typing as npt
 
 from refpar import split
 from refpar.arrays import Array, accumulator, array_module
-from refpar.comm.communicator import Communicator, HostArray
+from refpar.comm.communicator import Communicator, HostArray, native
 
 DTYPES = ("int32", "int64", "float16", "float32", "float64")
 OPERATORS = {"sum": "add", "max": "maximum"}  # the names of the functions in every array library
@@ -63,7 +63,8 @@ def all_reduce(
 
     Parameters
     ----------
-    array : int32, int64, float16, float32 or float64, any shape and strides, the same shape and dtype on every rank
+    array : int32, int64, float16, float32 or float64, any shape, strides and byte order; the same shape and dtype on
+        every rank. Results are in native byte order, those in ``out`` in its own.
     op : ``"sum"`` or ``"max"``
     out : where the result goes; may be ``array`` itself, but not overlap it otherwise
     accumulate : type of the partial sums; float32 by default where ``array`` is float16, else its own
@@ -78,9 +79,9 @@ def all_reduce(
     _check_out(array, out, array.shape, own_place=out)
     parts = _slices(split.sizes(array.size, comm.size))
     with comm.operation("all_reduce", array.dtype, array.shape, f", {op} in {kept.name}"):
-        flat = xp.ascontiguousarray(array).reshape(-1)
+        flat = _flat(array)
         result = _flat_room(array, out, array.size)
-        partial = result if kept == array.dtype else xp.empty(array.size, kept)
+        partial = result if kept == result.dtype else xp.empty(array.size, kept)
         mine = _reduce(comm, flat, partial, parts, op)
         _gather(comm, mine, result, parts)  # a half is rounded here, once
     return _shaped(result, array.shape, out)
@@ -113,7 +114,7 @@ def reduce_scatter(
     shape = (counts[comm.rank],)
     _check_out(array, out, shape)
     with comm.operation("reduce_scatter", array.dtype, array.shape, f", {op} in {kept.name}, by {counts}"):
-        flat = xp.ascontiguousarray(array).reshape(-1)
+        flat = _flat(array)
         partial = xp.empty(array.size, kept)
         result = _flat_room(array, out, shape[0])
         result[...] = _reduce(comm, flat, partial, _slices(counts), op)
@@ -152,7 +153,7 @@ def all_gather(
     _check_out(array, out, shape, own_place=own_place)
     with comm.operation("all_gather", array.dtype, shape, detail):
         result = _flat_room(array, out, sum(counts))
-        _gather(comm, xp.ascontiguousarray(array).reshape(-1), result, parts)
+        _gather(comm, _flat(array), result, parts)
     return _shaped(result, shape, out)
 
 
@@ -176,7 +177,7 @@ def broadcast(comm: Communicator, array: Array, root: int = 0, *, out: Array | N
     with comm.operation("broadcast", array.dtype, array.shape, f" from {root}"):
         result = _flat_room(array, out, array.size)
         if place == 0:
-            result[...] = xp.ascontiguousarray(array).reshape(-1)
+            result[...] = _flat(array)
         for chunk in _slices(split.sizes(array.size, comm.size)):
             if place > 0:
                 comm.recv(result[chunk], (comm.rank - 1) % comm.size)
@@ -198,7 +199,7 @@ def all_to_all(comm: Communicator, array: Array) -> Array:
         raise ValueError(f"array has shape {tuple(array.shape)}; its first axis must be the {comm.size} receivers")
     rank, size = comm.rank, comm.size
     with comm.operation("all_to_all", array.dtype, array.shape):
-        rows = xp.ascontiguousarray(array).reshape(size, -1) if array.size else array.reshape(size, 0)
+        rows = _flat(array).reshape(size, -1 if array.size else 0)
         result = xp.empty(rows.shape, rows.dtype)
         result[rank] = rows[rank]
         for step in range(1, size):
@@ -263,10 +264,10 @@ def _partial_type(array: Array, op: str, accumulate: npt.DTypeLike | None) -> np
     _check_dtype(array)
     if op not in OPERATORS:
         raise ValueError(f"op is {op!r}; it must be one of {', '.join(map(repr, OPERATORS))}")
-    own: np.dtype[Any] = np.dtype(array.dtype)
+    own = native(array.dtype)
     if op == "max":
         return own  # exact in any type
-    kept: np.dtype[Any] = accumulator(own) if accumulate is None else np.dtype(accumulate)
+    kept: np.dtype[Any] = accumulator(own) if accumulate is None else native(accumulate)
     if kept != own and not (own.kind == kept.kind == "f" and kept.itemsize > own.itemsize):
         raise ValueError(f"accumulate is {kept.name}; sums of {own.name} are kept in it or in a wider float")
     return kept
@@ -310,17 +311,26 @@ def _slices(counts: Sequence[int]) -> list[slice]:
     return [slice(r.start, r.stop) for r in split.ranges(counts)]
 
 
+def _flat(array: Array) -> Array:
+    """Return the elements in their logical order and in native bytes: a view where they lie so, else a copy."""
+    return array_module(array).ascontiguousarray(array, dtype=native(array.dtype)).reshape(-1)
+
+
+def _lies_flat(array: Array) -> bool:
+    return bool(array.flags.c_contiguous and array.dtype.isnative)
+
+
 def _flat_room(array: Array, out: Array | None, size: int) -> Array:
-    """Return a flat array to write the result to: the memory of ``out`` where it is contiguous."""
-    if out is not None and out.flags.c_contiguous:
+    """Return a flat array to write the result to: the memory of ``out`` where it lies so."""
+    if out is not None and _lies_flat(out):
         return out.reshape(-1)
-    return array_module(array).empty(size, array.dtype)
+    return array_module(array).empty(size, native(array.dtype))
 
 
 def _shaped(flat: Array, shape: tuple[int, ...], out: Array | None) -> Array:
     """Return the flat result in its shape, in ``out`` if there is one."""
     if out is None:
         return flat.reshape(shape)
-    if not out.flags.c_contiguous:
+    if not _lies_flat(out):
         out[...] = flat.reshape(shape)
     return out
