@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from refpar import arrays
-from refpar.oracle import candidate, control, explain, golden, reports
+from refpar.oracle import candidate, control, dumps, explain, golden, reports
 from refpar.oracle.compare import Comparison
 from refpar.oracle.dumps import BadDump, Dump, open_dump
 
@@ -23,7 +23,7 @@ def golden_text(
         With one line that says what is wrong.
     """
     if explained:
-        return str(golden.__doc__)
+        return f"{golden.__doc__}\n{dumps.__doc__}\n{golden.read_case.__doc__}"
     if listed:
         return "\n".join(f"{each:18} {what}" for each, what in golden.listing().items())
     if (name is None) == (case is None):
