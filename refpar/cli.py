@@ -13,6 +13,7 @@ import json
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,7 +43,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run ``refpar`` with ``argv`` and return its exit status."""
     try:
         options = parser().parse_args(argv)
-        return on_mpi(options) if getattr(options, "transport", None) == "mpi" else int(options.verb(options))
+        status = on_mpi(options) if getattr(options, "transport", None) == "mpi" else int(options.verb(options))
+        sys.stdout.flush()
+        return status
     except BadInput as error:
         return complain(error, BAD_INPUT)
     except KeyboardInterrupt:
@@ -53,9 +56,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         if isinstance(error, Unavailable):
             return complain(error, BAD_INPUT)
-        if not isinstance(error, RankError):
-            raise
-        return complain(error, FAILED)
+        if isinstance(error, RankError):
+            return complain(error, FAILED)
+        if isinstance(error, OSError):  # standard output is full or closed, the machine is out of something
+            leave_output()
+            where = f"{error.filename}: " if error.filename else ""
+            return FAILED if isinstance(error, BrokenPipeError) else complain(where + str(error.strerror), FAILED)
+        traceback.print_exc()
+        return FAILED
+
+
+def leave_output() -> None:
+    """Let Python end without trying once more to write to a standard output that takes nothing."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def on_mpi(options: argparse.Namespace) -> int:
@@ -187,12 +201,11 @@ def verify(options: argparse.Namespace) -> int:
             rows = [oracle.hybrid_row(problem, "hybrid", options.layout)]
         else:
             rows = run_rows(problem, options.only or TECHNIQUES)
-    if not rows:
-        counts = options.ranks or [most]
-        raise BadInput(f"{', '.join(options.only or TECHNIQUES)} cannot run on {', '.join(map(str, counts))} ranks")
+    if problem.skipped and not {*(options.only or ())} <= {row.technique for row in rows}:
+        raise BadInput("; ".join(problem.skipped))  # something that was asked for by name has not been run at all
+    show(rows, problem.skipped, sys.stderr if to_stdout else sys.stdout)
     if options.trace is not None:
         teach("write_runs", options.trace, problem.worlds.values())
-    show(rows, sys.stderr if to_stdout else sys.stdout)
     if options.json:
         text_out = json.dumps(finite(oracle.report(rows, options.seed)), allow_nan=False, indent=1) + "\n"
         if to_stdout:
@@ -223,8 +236,8 @@ def run_rows(problem: Problem, only: Sequence[str]) -> list[Row]:
     return rows
 
 
-def show(rows: Sequence[Row], out: Any) -> None:
-    """Print the table and the verdict."""
+def show(rows: Sequence[Row], skipped: Sequence[str], out: Any) -> None:
+    """Print the table, what could not be run, and the verdict."""
     from rich.console import Console
     from rich.table import Table
 
@@ -240,12 +253,14 @@ def show(rows: Sequence[Row], out: Any) -> None:
             f"{row.tensors_compared:,}",
             f"{row.max_error:.1e} of {row.bound:.1e}" if row.bound else f"{row.max_error:.1e}, exact",
             sent(row, row.bytes_sent),
-            "same" if row.bytes_sent == row.bytes_expected else sent(row, row.bytes_expected),
+            "-" if row.bytes_expected is None else f"{max(row.bytes_expected) / row.steps:,.0f} B",
             "[green]ok[/]" if row.passed else "[red]WRONG[/]",
         )
     width = None if out.isatty() else 160
     console = Console(file=out, width=width, highlight=False)
     console.print(table)
+    for reason in skipped:
+        console.print(f"not run: {reason}", markup=False, soft_wrap=True)
     bad = [row for row in rows if not row.passed]
     for row in bad:
         console.print(f"{row.technique} {row.layout}: {row.detail}", markup=False, soft_wrap=True)
@@ -255,10 +270,12 @@ def show(rows: Sequence[Row], out: Any) -> None:
     console.print(f"refpar verify: {verdict}", markup=False)
 
 
-def sent(row: Row, by_rank: list[int]) -> str:
-    """Return what a rank sends in a step, as bytes (the most of any rank) and as a multiple of the gradient."""
-    each = sum(by_rank) / row.ranks / row.steps
-    return f"{max(by_rank) / row.steps:,.0f} B = {each / (row.elements * row.itemsize):.3f}x"
+def sent(row: Row, by_rank: list[int] | None) -> str:
+    """Return the most that a rank sends in a step, in bytes and as a multiple of what is reduced."""
+    if by_rank is None:
+        return "-"
+    most = max(by_rank) / row.steps
+    return f"{most:,.0f} B = {most / (row.elements * row.itemsize):.3f}x"
 
 
 def finite(value: Any) -> Any:
@@ -313,7 +330,7 @@ def names(text: str) -> list[str]:
             near = difflib.get_close_matches(name, TECHNIQUES, 1)
             hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(TECHNIQUES)}"
             raise argparse.ArgumentTypeError(f"no technique is called {name!r}: {hint}")
-    return chosen
+    return list(dict.fromkeys(chosen))
 
 
 def layout(text: str) -> Any:
@@ -420,8 +437,6 @@ def train(options: argparse.Namespace) -> int:
         opened = recording(options)
     with opened(layout.ranks) as world, watching(options.steps, 0 if begin is None else begin.step) as hear:
         trace, stopped = longrun.train(case, layout, world=world, start=begin, hear=hear)
-    if options.trace is not None:
-        teach("write_runs", options.trace, [world])
     made = trace.begun + len(trace.steps)
     print(f"refpar train: {'stopped' if stopped else 'done'} after step {made} of {options.steps} in {layout}")
     if options.save is not None and speaks():
@@ -430,6 +445,8 @@ def train(options: argparse.Namespace) -> int:
         except state.StateError as error:
             raise BadInput(f"--save {error}") from None
         print(f"refpar train: saved to {options.save}; go on with --resume {options.save}, in any layout")
+    if options.trace is not None:
+        teach("write_runs", options.trace, [world])
     return INTERRUPTED if stopped else MATCHED
 
 

@@ -18,7 +18,7 @@ def check_place(path: Path) -> None:
     """
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if path.exists() and not path.is_file():
+    if as_it_is(path):
         return
     beside = beside_of(Path(os.path.realpath(path)))
     os.close(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
@@ -36,8 +36,9 @@ def write_whole(path: Path, content: bytes) -> None:
     OSError
         Where that fails. Nothing of it is left behind, and a file that was there is there unchanged.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        path.write_bytes(content)
+    if as_it_is(path):
+        with open(path, "ab") as file:
+            file.write(content)
         return
     path = Path(os.path.realpath(path))
     beside = beside_of(path)
@@ -51,6 +52,15 @@ def write_whole(path: Path, content: bytes) -> None:
     finally:
         with contextlib.suppress(OSError):
             os.unlink(beside)
+
+
+def as_it_is(path: Path) -> bool:
+    """Return whether a place is to be written to as it is: a device, a pipe, or what this process has open.
+
+    ``/dev/stdout`` may lead to a file, which the shell has open: under a new name it would lose what is printed.
+    """
+    in_devices = path.absolute().parts[1:2] in (("dev",), ("proc",))
+    return path.exists() and not path.is_dir() and (in_devices or not path.is_file())
 
 
 def beside_of(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, exit statuses, one clear line for bad input."""
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from refpar.cli import BAD_INPUT, FAILED, INTERRUPTED, MATCHED, MISMATCH, TECHNIQUES
+from refpar.oracle.verify import ring_input
 
 REFPAR = [sys.executable, "-m", "refpar"]
 
@@ -129,6 +131,80 @@ def test_mismatch_names_the_first_wrong_number() -> None:
     assert "WRONG" in done.stdout
     assert "step 0: gradient/head.norm.bias[0] is" in done.stdout
     assert done.stdout.splitlines()[-1] == "refpar verify: 1 of 1 rows differ from one device"
+
+
+NOT_A_NUMBER = """
+import sys
+from refpar import cli
+from refpar.oracle import verify
+original = verify.all_reduce_once
+def spoiled(comm, seed):
+    result, sent = original(comm, seed)
+    result[5] = float("nan")
+    return result, sent
+verify.all_reduce_once = spoiled
+sys.exit(cli.main(["verify", "--only", "ring", "--ranks", "2"]))
+"""
+
+
+def test_a_number_that_is_none_is_wrong() -> None:
+    """NaN is larger than nothing, and equal to nothing: a maximum of errors would let it pass."""
+    done = subprocess.run([sys.executable, "-c", NOT_A_NUMBER], capture_output=True, text=True, timeout=120)
+    assert done.returncode == MISMATCH, done.stderr
+    assert "element 5 on rank 0 is nan" in done.stdout
+
+
+DRIFTING = """
+import sys
+from refpar import cli
+from refpar.oracle import mistakes, verify
+from refpar.parallel import hybrid
+def drifting(comm, case, layout, start):
+    from refpar.oracle import mistakes
+    from refpar.parallel import hybrid
+    with mistakes.applied("gradients_not_reduced"):
+        return hybrid.train(comm, case, layout, start)
+right = hybrid.train
+hybrid.train = drifting
+sys.exit(cli.main(["verify", "--only", "dp", "--ranks", "2,1", "--steps", "1", "--json", "-"]))
+"""
+
+
+def test_drifting_replicas_are_a_mismatch() -> None:
+    """What ranks find out by themselves is a verdict like any other: exit status 1, a row, and the rows after it."""
+    done = subprocess.run([sys.executable, "-c", DRIFTING], capture_output=True, text=True, timeout=120)
+    assert done.returncode == MISMATCH, done.stderr
+    drifted, alone = json.loads(done.stdout)["results"]
+    assert "replicas have drifted apart" in drifted["detail"]
+    assert (drifted["passed"], alone["passed"]) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "out", "status", "words"),
+    [
+        (["--only", "ring,tp", "--ranks", "7"], os.devnull, BAD_INPUT, "tp is 7: blocks.0 has 5 heads"),
+        (["--only", "ring", "--ranks", "1"], "/dev/full", FAILED, "No space left on device"),
+    ],
+)
+def test_nothing_is_left_out_without_a_word(arguments: list[str], out: str, status: int, words: str) -> None:
+    """A technique that was asked for and cannot run, and a table that could not be printed, are no success."""
+    with open(out, "w") as file:
+        done = subprocess.run(
+            [*REFPAR, "verify", *arguments], stdout=file, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == status
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 2**24, 10**40])
+@pytest.mark.parametrize("ranks", [1, 3, 64, 512])
+def test_ring_row_is_exact(ranks: int, seed: int) -> None:
+    """Inputs differ between ranks, and their sums over all ranks are integers that float32 holds."""
+    inputs = [ring_input(rank, ranks, seed) for rank in range(ranks)]
+    assert sum(float(x.max()) for x in inputs) < 2**24
+    assert all(a.max() < b.min() for a, b in itertools.pairwise(inputs))
+    assert len(set(inputs[0].tolist())) == min(240_000, 2**24 // (ranks * (ranks + 1) // 2))
 
 
 DYING = """

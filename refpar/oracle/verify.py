@@ -24,7 +24,7 @@ import refpar
 from refpar import single, split
 from refpar.arrays import to_host
 from refpar.case import Batch, Case, Layout, Trace, text_batches
-from refpar.comm import ring
+from refpar.comm import RankError, ring
 from refpar.comm.communicator import Communicator, Ranks
 from refpar.comm.processes import World
 from refpar.nn.models import GPT, MLP
@@ -32,6 +32,7 @@ from refpar.optim import SGD, Adam, AdamW
 from refpar.oracle import bounds
 from refpar.oracle.compare import compare
 from refpar.parallel import hybrid, traffic
+from refpar.parallel.assembly import DRIFTED
 from refpar.parallel.mesh import check
 from refpar.precision import LossScale, Precision
 
@@ -67,8 +68,8 @@ class Row:
     bound_kind: str
     elements: int
     itemsize: int
-    bytes_sent: list[int]
-    bytes_expected: list[int]
+    bytes_sent: list[int] | None = None
+    bytes_expected: list[int] | None = None
     bytes_held: list[int] | None = None
     bytes_held_expected: list[int] | None = None
     peak_bytes: list[int] | None = None
@@ -86,6 +87,7 @@ class Problem:
     ranks : numbers of ranks to run on, None for each technique's own choice
     opened : starts a number of ranks, or finds them
     most : how many ranks there are at most, None where they are started as needed
+    skipped : what was asked for and cannot run, with the reason
     """
 
     text: bytes
@@ -94,6 +96,7 @@ class Problem:
     ranks: Sequence[int] | None = None
     opened: Callable[[int], AbstractContextManager[Ranks]] = World
     most: int | None = None
+    skipped: list[str] = field(default_factory=list)
     worlds: dict[int, Ranks] = field(default_factory=dict)
     stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
@@ -161,29 +164,29 @@ def ring_rows(problem: Problem) -> Iterator[Row]:
         world = problem.world(ranks)
         start = time.perf_counter()
         results, sent = zip(*world.run(all_reduce_once, problem.seed), strict=True)
-        expected: Any = np.sum([ring_input(rank, problem.seed) for rank in range(ranks)], axis=0, dtype=np.float64)
-        errors = [float(np.abs(result - expected).max()) for result in results]
-        predicted = [sum(split.ring_elements(RING_ELEMENTS, ranks, rank)) * 4 for rank in range(ranks)]
+        inputs = [ring_input(rank, ranks, problem.seed) for rank in range(ranks)]
+        expected: Any = np.sum(inputs, axis=0, dtype=np.float64)
         detail = ""
-        if max(errors) > 0:
-            rank = int(np.argmax(np.array(errors) > 0))
-            index = int(np.argmax(results[rank] != expected))
-            detail = f"element {index} on rank {rank} is {results[rank][index]}, expected {expected[index]}"
+        for rank, result in enumerate(results):
+            wrong = result != expected  # a NaN is
+            if wrong.any() and not detail:
+                index = int(np.argmax(wrong))
+                detail = f"element {index} on rank {rank} is {result[index]}, expected {expected[index]}"
         yield judged(
             Row(
-                "ring",
-                f"ranks={ranks}",
-                ranks,
-                world.pids,
-                1,
-                ranks,
-                max(errors),
-                0.0,
-                "exact",
-                RING_ELEMENTS,
-                4,
-                list(sent),
-                predicted,
+                technique="ring",
+                layout=f"ranks={ranks}",
+                ranks=ranks,
+                pids=world.pids,
+                steps=1,
+                tensors_compared=ranks,
+                max_error=max(float(np.abs(result - expected).max()) for result in results),
+                bound=0.0,
+                bound_kind="exact",
+                elements=RING_ELEMENTS,
+                itemsize=4,
+                bytes_sent=list(sent),
+                bytes_expected=[4 * sum(split.ring_elements(RING_ELEMENTS, ranks, rank)) for rank in range(ranks)],
                 seconds=time.perf_counter() - start,
                 detail=detail,
             )
@@ -193,13 +196,17 @@ def ring_rows(problem: Problem) -> Iterator[Row]:
 def all_reduce_once(comm: Communicator, seed: int) -> tuple[Any, int]:
     """Return the sum over ranks of their inputs, and the bytes sent for it."""
     before = comm.ledger.bytes_sent
-    result = to_host(ring.all_reduce(comm, comm.xp.asarray(ring_input(comm.rank, seed))))
+    result = to_host(ring.all_reduce(comm, comm.xp.asarray(ring_input(comm.rank, comm.size, seed))))
     return result, comm.ledger.bytes_sent - before
 
 
-def ring_input(rank: int, seed: int) -> Any:
-    """Return integers that differ by element and by rank; 64 ranks of them sum to less than 2^24."""
-    return (np.arange(RING_ELEMENTS, dtype=np.float32) + seed) % 1009 + 1009 * rank
+def ring_input(rank: int, ranks: int, seed: int) -> Any:
+    """Return integers, no two of them alike on different ranks, whose sums over all ranks are exact in float32.
+
+    They are ``period * rank`` and up, and repeat after ``period`` elements: as many as there is room for below 2^24.
+    """
+    period = min(RING_ELEMENTS, 2**24 // (ranks * (ranks + 1) // 2))
+    return ((np.arange(RING_ELEMENTS) + seed % period) % period + period * rank).astype(np.float32)
 
 
 def dp_rows(problem: Problem) -> Iterator[Row]:
@@ -286,8 +293,11 @@ def fp16_rows(problem: Problem) -> Iterator[Row]:
 def layout_rows(problem: Problem, technique: str, layouts: Sequence[str]) -> Iterator[Row]:
     """Run the case in those of ``layouts`` that can run it, on the ranks that there are."""
     for layout in map(Layout.parse, layouts):
-        if problem.why_not(layout) is None:
+        reason = problem.why_not(layout)
+        if reason is None:
             yield hybrid_row(problem, technique, layout)
+        elif problem.ranks is not None:
+            problem.skipped.append(f"{technique}: {reason}")
 
 
 def spread_over(ranks: int) -> str:
@@ -312,8 +322,27 @@ def hybrid_row(
     if case is None or truth is None or allowed is None:
         case, truth, allowed = problem.case, problem.truth, problem.bounds
     world = problem.world(layout.ranks)
+    types = case.precision
     start = time.perf_counter()
-    trace = hybrid.run(case, layout, world=world)
+    row = Row(
+        technique=technique,
+        layout=str(layout),
+        ranks=layout.ranks,
+        pids=world.pids,
+        steps=len(truth.steps),
+        tensors_compared=0,
+        max_error=math.inf,
+        bound=0.0,
+        bound_kind="exact",
+        elements=sum(math.prod(spec.shape) for spec in case.model.build().specs.values()),
+        itemsize=np.dtype(types.gradients).itemsize,
+    )
+    try:
+        trace = hybrid.run(case, layout, world=world)
+    except (AssertionError, RankError) as error:
+        if not isinstance(error, AssertionError) and DRIFTED not in str(error):
+            raise  # the run has failed: that is no verdict
+        return replace(row, passed=False, detail=str(error).splitlines()[0], seconds=time.perf_counter() - start)
     seconds = time.perf_counter() - start
     verdict = compare(trace, truth, bounds=allowed)
     sent, expected = traffic.on_ledger(trace), traffic.expected(trace)
@@ -322,26 +351,19 @@ def hybrid_row(
         for group in traffic.GROUPS:
             if not detail and got[group] != predicted[group]:
                 detail = f"rank {rank} sent {got[group]} bytes in {group}, expected {predicted[group]}"
-    types = case.precision
     return judged(
-        Row(
-            technique,
-            str(layout),
-            layout.ranks,
-            world.pids,
-            len(truth.steps),
-            verdict.compared,
-            verdict.max_error,
-            verdict.bound,
-            verdict.bound_kind,
-            sum(math.prod(spec.shape) for spec in case.model.build().specs.values()),
-            np.dtype(types.gradients).itemsize,
-            [sum(by_group.values()) - by_group["world"] for by_group in sent],
-            [sum(by_group.values()) - by_group["world"] for by_group in expected],
-            trace.bytes_held,
-            [traffic.bytes_held(case, layout, rank) for rank in range(layout.ranks)],
-            trace.peak_bytes,
-            seconds,
+        replace(
+            row,
+            tensors_compared=verdict.compared,
+            max_error=verdict.max_error,
+            bound=verdict.bound,
+            bound_kind=verdict.bound_kind,
+            bytes_sent=[sum(by_group.values()) - by_group["world"] for by_group in sent],
+            bytes_expected=[sum(by_group.values()) - by_group["world"] for by_group in expected],
+            bytes_held=trace.bytes_held,
+            bytes_held_expected=[traffic.bytes_held(case, layout, rank) for rank in range(layout.ranks)],
+            peak_bytes=trace.peak_bytes,
+            seconds=seconds,
             detail=detail,
         )
     )

@@ -23,6 +23,9 @@ from refpar.parallel.pipeline import Stage
 from refpar.parallel.placement import Piece
 from refpar.precision import Outcome
 
+DRIFTED = "replicas have drifted apart"
+"""What a rank says that has found out."""
+
 
 @dataclass
 class RankStep:
@@ -171,8 +174,7 @@ def check_replicas(mesh: Mesh, weights: Mapping[str, Array]) -> None:
                 if (digests != other).any():
                     name = names[int(np.argmax(digests != other))]
                     raise AssertionError(
-                        f"{name} differs between ranks {group.rank} and {rank} of group {group.name}: "
-                        "replicas have drifted apart"
+                        f"{name} differs between ranks {group.rank} and {rank} of group {group.name}: {DRIFTED}"
                     )
 
 
