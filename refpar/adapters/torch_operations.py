@@ -364,7 +364,7 @@ KNOWN: dict[str, tuple[Example, str]] = {
     "huber_loss": (smallest("huber_loss"), LOSSES),
     "binary_cross_entropy": (smallest("binary_cross_entropy"), LOSSES),
     "bce_with_logits": (
-        smallest("bce_with_logits", (0.375, -0.125, 0.875)), "the mean of the ranks' means, of shards of unequal length",
+        smallest("bce_with_logits", (0.375, -0.125, 0.875)), "the mean of the ranks' means, though shards are unequal",
     ),
     "inf-norm": (smallest("inf-norm", (0.375, 0.875)), NORMS),
     "-inf-norm": (smallest("-inf-norm"), NORMS),

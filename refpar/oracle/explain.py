@@ -37,6 +37,7 @@ from refpar.comm.errors import RankError
 from refpar.comm.processes import World
 from refpar.nn import checkpoint
 from refpar.nn.models import initial_value
+from refpar.optim import squared_norm
 from refpar.oracle import bounds, compare, mistakes
 from refpar.oracle.bounds import unit_of
 from refpar.oracle.mistakes import CATALOGUE, Mistake
@@ -339,7 +340,7 @@ def held(
         growth = max(growth, outgrown(values[key][0], expected))
         limit = largest(bound.get(key, 0.0)) * growth
         floor = ROUNDINGS * unit * largest(values[key][0]) if is_float(values[key][0]) else 0.0
-        off = min(distance_of(got[key], value, max(limit, floor)) for value in values[key])
+        off = min(distance_of(got[key], value, max(limit, floor)) for value in seen_as(key, values, true))
         allowed = max(largest(bound.get(key, 0.0)), floor)
         if off > 1 and key.partition("/")[2] in REPORTED and distance_of(got[key], expected, allowed) <= 1:
             reported += 1
@@ -348,6 +349,22 @@ def held(
             matched += off <= 1
         silent = silent and distance_of(expected, values[key][0], max(limit, floor)) <= 1
     return Replay(name, compared, matched, reported, distance, silent)
+
+
+def seen_as(key: str, values: Mapping[str, Sequence[Any]], true: Values) -> list[Any]:
+    """Return what a value of a replay may be reported as.
+
+    A loss may be divided by the right count, and a norm be that of all gradients, whatever is used.
+    """
+    seen = list(values[key])
+    step, _, name = key.partition("/")
+    if name == "loss" and true.get(f"{step}/count"):
+        counts = values.get(f"{step}/count", [])
+        seen += [loss * own / true[f"{step}/count"] for loss in values[key] for own in counts]
+    if name == "norm":
+        gradients = [x[0] for other, x in values.items() if other.startswith(f"{step}/gradient/")]
+        seen.append(math.sqrt(sum(squared_norm(np.asarray(g)) for g in gradients)))
+    return seen
 
 
 def distance_of(got: Any, wrong: Any, limit: float) -> float:
