@@ -78,16 +78,26 @@ class Communicator:
     rank, size : this rank's number in the group, and how many there are
     name : of the group, such as ``"world"`` or ``"dp"``; on the ledger and in errors
     members : the world rank of each member
+    place : where the group comes from, empty for the world: ``"2.1"`` is the first split of the world's second.
+        Calls are compared with it, since groups of other members may have the same name
     ledger : what this rank has sent, over all its groups
     xp : the array library of this rank's backend
     """
 
     def __init__(
-        self, transport: Transport, members: tuple[int, ...], name: str, ledger: Ledger, xp: ModuleType = np
+        self,
+        transport: Transport,
+        members: tuple[int, ...],
+        name: str,
+        ledger: Ledger,
+        xp: ModuleType = np,
+        place: str = "",
     ) -> None:
         self.transport, self.members, self.name, self.ledger, self.xp = transport, members, name, ledger, xp
         self.rank, self.size = members.index(transport.rank), len(members)
-        self._calls = 0
+        self.place = place
+        self._label = f"{name} (split {place})" if place else name
+        self._calls = self._splits = 0
         self._operation = self._call = ""
 
     def __repr__(self) -> str:
@@ -174,17 +184,25 @@ class Communicator:
 
         All ranks of this group must call it; those with colour None get None. What this sends is
         counted as observed.
+
+        Raises
+        ------
+        TypeError, ValueError
+            ``color`` or ``key`` is no integer, or one of more than 64 bits.
         """
         from refpar.comm import ring
 
+        color, key = None if color is None else _int64("color", color, ", or None"), _int64("key", key)
         mine = np.array([color is not None, color or 0, key], np.int64)
+        self._splits += 1
         with self.ledger.observing():
             everyone = ring.all_gather(self, mine).tolist()
         if color is None:
             return None
         chosen = sorted((k, r) for r, (member, c, k) in enumerate(everyone) if member and c == color)
         members = tuple(self.members[r] for _, r in chosen)
-        return Communicator(self.transport, members, name or f"{self.name}.{color}", self.ledger, self.xp)
+        name, place = name or f"{self.name}.{color}", f"{self.place}.{self._splits}".lstrip(".")
+        return Communicator(self.transport, members, name, self.ledger, self.xp, place)
 
     @contextmanager
     def operation(
@@ -203,7 +221,7 @@ class Communicator:
             self._calls += 1
             number = f" #{self._calls}"
         self._operation = name
-        self._call = f"{name}{number} of {dtype.name} {tuple(shape)}{detail} in {self.name}"
+        self._call = f"{name}{number} of {dtype.name} {tuple(shape)}{detail} in {self._label}"
         self.transport.doing(self._call)
         try:
             yield
@@ -222,13 +240,24 @@ class Communicator:
         return self.members[rank]
 
 
+def _int64(argument: str, value: int, also: str = "") -> int:
+    must = f"it must be an integer of 64 bits{also}"
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{argument} is {value!r}; {must}") from None
+    if not -(2**63) <= number < 2**63:
+        raise ValueError(f"{argument} is {value!r}; {must}")
+    return number
+
+
 def native(dtype: npt.DTypeLike) -> np.dtype[Any]:
     """Return ``dtype`` in this machine's byte order. Its ``name``, which calls are compared by, says nothing of it."""
     return np.dtype(dtype).newbyteorder("=")
 
 
 def _contiguous(array: Array) -> HostArray:
-    """Return ``array`` on the host, in C order and native bytes: its elements in logical order, whatever the strides."""
+    """Return ``array`` on the host, in C order and native bytes: its elements in logical order."""
     host = to_host(array)
     return host if host.flags.c_contiguous and host.dtype.isnative else np.asarray(host, native(host.dtype), order="C")
 

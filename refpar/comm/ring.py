@@ -136,7 +136,6 @@ def all_gather(
     -------
     gathered : ``(size, *array.shape)``, or with ``counts`` flat, ``(sum(counts),)``
     """
-    xp = array_module(array)
     _check_dtype(array)
     if counts is None:
         shape = (comm.size, *array.shape)
@@ -168,7 +167,6 @@ def broadcast(comm: Communicator, array: Array, root: int = 0, *, out: Array | N
     array : on ``root`` what is sent; on the others only its shape and dtype matter
     out : where the result goes; may be ``array`` itself, but not overlap it otherwise
     """
-    xp = array_module(array)
     _check_dtype(array)
     _check_out(array, out, array.shape, own_place=out)
     if not 0 <= operator.index(root) < comm.size:

@@ -127,7 +127,7 @@ def record(
     copies : whether to keep a copy of everything that is sent and received
     """
     recorder = Recorder(comm.transport, copies)
-    recorded = Communicator(recorder, comm.members, comm.name, comm.ledger)
+    recorded = Communicator(recorder, comm.members, comm.name, comm.ledger, comm.xp, comm.place)
     with contextlib.ExitStack() as stack:
         for target, probe in (probes or LABELS).items():
             stack.enter_context(probing(recorder, target, probe))
