@@ -53,9 +53,9 @@ LOOK_AROUND = 0.02  # seconds of waiting after which a rank looks at what the ot
 TEXT_BYTES = 440
 PIECE = struct.Struct(f"<QQH{TEXT_BYTES}s")  # bytes of the message, of this piece, length and text of the call
 PIECE_HEAD = 512
-STATUS = struct.Struct(f"<QQIIiH{TEXT_BYTES}s")  # changes, looks, run, state, waits for, length and text of the call
-STATUS_BYTES = 512
-LOOKS, LOOKS_AT = struct.Struct("<Q"), 8
+STATUS = struct.Struct(f"<IIiH{TEXT_BYTES}s")  # run, state, waits for, length and text of the call
+STATUS_BYTES, STATUS_AT = 512, 16  # before it two words: changes, odd while one is under way, and looks
+CHANGES, LOOKS = range(2)
 NOT_STARTED, COMPUTING, IN_CALL, WAITING, RETURNED, FAILED = range(6)
 
 
@@ -97,6 +97,7 @@ class Region:
             os.ftruncate(fd, total)
         self.memory = mmap.mmap(fd, total)
         self.bytes: Bytes = np.frombuffer(self.memory, np.uint8)
+        self._words = self.bytes[: size * STATUS_BYTES].view(np.uint64).reshape(size, -1)  # written in one go each
         self._address = self.bytes.ctypes.data
         keeps_gil, drops_gil = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
         self.try_wait, self.post = keeps_gil.sem_trywait, keeps_gil.sem_post
@@ -118,7 +119,7 @@ class Region:
 
     def close(self) -> None:
         """Give the memory back. Mailboxes on this region must not be used afterwards."""
-        del self.bytes
+        del self.bytes, self._words
         self.memory.close()
         os.close(self.fd)
 
@@ -166,10 +167,31 @@ class Region:
         return [pair for pair in pairs if self.count(self.counters(*pair)[0])]
 
     def status(self, rank: int) -> Status:
-        """Return what a rank says that it is doing."""
-        fields = STATUS.unpack_from(self.memory, rank * STATUS_BYTES)
-        changes, looks, run, state, waits_for, length, text = fields
+        """Return what a rank says that it is doing.
+
+        One that is caught in the middle of a change, and stays there, is in a call: the one state that
+        nobody draws a conclusion from.
+        """
+        for _ in range(YIELDS):
+            changes = int(self._words[rank, CHANGES])
+            run, state, waits_for, length, text = STATUS.unpack_from(self.memory, rank * STATUS_BYTES + STATUS_AT)
+            if changes % 2 == 0 and changes == self._words[rank, CHANGES]:
+                break
+            os.sched_yield()
+        else:
+            state = IN_CALL
+        looks = int(self._words[rank, LOOKS])
         return Status(changes, looks, run, state, waits_for, text[:length].decode(errors="replace"))
+
+    def say(self, rank: int, *status: Any) -> None:
+        """Change what a rank says; only itself may. Whoever reads meanwhile sees an odd number of changes."""
+        self._words[rank, CHANGES] += 1
+        STATUS.pack_into(self.memory, rank * STATUS_BYTES + STATUS_AT, *status)
+        self._words[rank, CHANGES] += 1
+
+    def looked(self, rank: int) -> None:
+        """Note that a rank looks for messages once more."""
+        self._words[rank, LOOKS] += 1
 
 
 def _attach(handle: Any, size: int) -> Region:
@@ -209,7 +231,7 @@ class Mailboxes:
         self._inboxes: dict[int, Mailbox] = {}  # by source, made when first used
         self._outboxes: dict[int, Mailbox] = {}  # by dest
         self._bell = region.bell(rank)
-        self._changes = self._looks = self._run = 0
+        self._run = 0
         self._call = b""
 
     # What the communicator asks for
@@ -370,8 +392,7 @@ class Mailboxes:
         none, since this rank first saw them wait so. (Once is not enough: that look may have
         begun earlier. And a rank that has been rung, but not yet given a processor, has not looked.)
         """
-        self._looks += 1
-        LOOKS.pack_into(self.region.memory, self.rank * STATUS_BYTES + LOOKS_AT, self._looks)
+        self.region.looked(self.rank)
         chain = Chain(self._waits(peer))
         status = chain.waits[0][1]
         returned = status.run == self._run and status.state == RETURNED
@@ -416,18 +437,7 @@ class Mailboxes:
         )
 
     def _say(self, state: int, waits_for: int = -1) -> None:
-        self._changes += 1
-        STATUS.pack_into(
-            self.region.memory,
-            self.rank * STATUS_BYTES,
-            self._changes,
-            self._looks,
-            self._run,
-            state,
-            waits_for,
-            len(self._call),
-            self._call,
-        )
+        self.region.say(self.rank, self._run, state, waits_for, len(self._call), self._call)
 
 
 @dataclass(frozen=True)
@@ -456,8 +466,9 @@ class Chain:
 
 
 def shorten(call: str) -> bytes:
-    """Return ``call`` in bytes that fit into a slot's head; what is cut off is stood for by its hash."""
-    text = call.encode()
+    """Return ``call`` in UTF-8 that fits into a slot's head; what is cut off is stood for by its hash."""
+    text = call.encode(errors="backslashreplace")
     if len(text) <= TEXT_BYTES:
         return text
-    return text[: TEXT_BYTES - 20] + b"..." + hashlib.blake2b(text, digest_size=8).hexdigest().encode()
+    start = text[: TEXT_BYTES - 20].decode(errors="ignore").encode()  # of whole letters
+    return start + b"..." + hashlib.blake2b(text, digest_size=8).hexdigest().encode()
