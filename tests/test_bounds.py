@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from strategies import batch, overflowing
 
 from refpar import single
-from refpar.case import Batch, Case, Layout, Trace
+from refpar.case import Batch, Case, Layout, State, Trace
 from refpar.nn.models import MLP
 from refpar.optim import SGD
 from refpar.oracle import bounds, running
@@ -279,3 +280,85 @@ def test_shaking_stays_in_its_type() -> None:
     assert (half + half).dtype == np.float16
     assert abs(float(half.astype(np.float32).sum()) - 4000) < 1
     assert np.unique(bare((half.astype(np.float32) * np.float32(0.1)).astype(np.float16))).size > 1
+
+
+# --------------------------------------------------------------------------------------------- spread
+
+
+def small(steps: int = 4, precision: Precision | None = None) -> Case:
+    """A narrow MLP with momentum, whose every step has other numbers."""
+    model = MLP((3, 4, 2))
+    batches = tuple(batch(model, 5, 1.0, seed=2, step=step) for step in range(steps))
+    return Case(model, SGD(lr=0.5, momentum=0.5), batches, precision or Precision())
+
+
+def test_spread_of_a_resumed_run_is_that_of_its_own_steps() -> None:
+    """Step 2 of a run that begins there is held to step 2 of the others: a last digit of the loss is seen."""
+    whole = single.train(small())
+    resumed = single.train(small(), start=State.after(single.train(small(2))))
+    assert bounds.spread(resumed) == bounds.spread(whole)[2:]
+    first, last = resumed.steps
+    assert compare(resumed, replace(whole, steps=whole.steps[2:], begun=2)).ok
+    assert not compare(replace(resumed, steps=[replace(first, loss=first.loss * (1 + 1e-12)), last]), resumed).ok
+
+
+def test_traces_that_are_not_of_the_same_steps_are_refused() -> None:
+    """Another begin, another option, other data, no step at all: that is said, instead of numbers that mean nothing."""
+    whole = single.train(small())
+    resumed = single.train(small(), start=State.after(single.train(small(2))))
+    other = single.train(replace(small(), optimizer=SGD(lr=0.25, momentum=0.5)))
+    batches = small().batches
+    shuffled = single.train(replace(small(), batches=(*batches[1:], batches[0])))
+    none = replace(whole, steps=[])
+    for trace, reference, words in (
+        (resumed, whole, "begins at step 2 and the reference at step 0"),
+        (other, whole, "optimizer.lr=0.25, the reference of one with optimizer.lr=0.5"),
+        (shuffled, whole, "not the same data in their first 4 steps"),
+        (none, none, "neither trace has a step"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            compare(trace, reference, bounds=[])
+    assert not compare(none, whole, bounds=[]).ok
+    assert compare(single.train(small()), whole, bounds=[]).ok
+
+
+def on_the_edge(seed: int) -> Case:
+    """Three rows whose gradients sum to 44800 in float16, and to infinity where the two positive ones meet first."""
+    case = overflowing(3, 0)
+    inputs = np.tile([1.0, 350.0, 1.0], (3, 1))
+    start = State.initial(replace(case, seed=seed, batches=())).parameters
+    targets = inputs @ start["layers.0.weight"] + start["layers.0.bias"] - np.array([[1.0], [-1.0], [1.0]])
+    edge = Batch(inputs, targets, np.ones(3, bool))
+    return replace(case, seed=seed, batches=(edge, *case.batches[2:]), optimizer=SGD(lr=0.25))
+
+
+def test_a_run_that_skips_another_step_is_left_out() -> None:
+    """Where roundings decide whether a step is made, the bound is never an update: fewer runs, or none and an error."""
+    refused = bounded = 0
+    for seed in range(12):
+        case = on_the_edge(seed)
+        truth = single.train(case)
+        splits = [bounds.shuffled(case, run) for run in range(bounds.RUNS)]
+        outcomes = [single.train(case, split=split).steps[0].outcome for split in splits]
+        assert truth.steps[0].outcome == "updated"
+        if outcomes.count("updated") < bounds.RUNS / 2:
+            with pytest.raises(ValueError, match="step 0 of the reference is 'updated'"):
+                bounds.spread(truth, shaken=False)
+            refused += 1
+        elif "overflow" in outcomes:
+            for step, allowed in zip(truth.steps, bounds.spread(truth, shaken=False), strict=True):
+                for name, x in step.parameters.items():
+                    assert allowed[f"parameter/{name}"] <= 64 * 2.0**-11 * bounds.largest(x)
+            bounded += 1
+    assert refused
+    assert bounded
+
+
+@pytest.mark.parametrize(("compute", "unit"), [("float32", 2.0**-24), ("float64", 2.0**-53)])
+def test_floor_is_four_roundings(monkeypatch: pytest.MonkeyPatch, compute: str, unit: float) -> None:
+    """Of the largest entry, where nothing has moved: once, not times the factor; loss and norm are kept in float64."""
+    monkeypatch.setattr(bounds, "deviation", lambda got, expected: 0.0)
+    truth = single.train(small(1, Precision(compute)))
+    (allowed,) = bounds.spread(truth, shaken=False)
+    for name, value in bounds.numbers(truth.steps[0]):
+        assert allowed[name] == 4 * (2.0**-53 if name in ("loss", "norm") else unit) * bounds.largest(value)

@@ -41,6 +41,8 @@ Bounds = list[dict[str, Any]]
 
 RUNS = 8
 FACTOR = 8
+FLOOR = 4
+"""Roundings that an entry as large as the largest of its tensor is always allowed."""
 
 SHAKEN_RUNS = 16
 QUANTILE = 16.0
@@ -55,28 +57,58 @@ def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
     its rounding, too (``stochastic.py``): tensor parallelism adds up *inside* a product in another order, which no
     order of rows brings about.
 
-    A deviation counts for at least the last bit of the tensor's largest entry, 2u·max|t|, where u is the unit
-    roundoff: what happens not to move in so few runs is not for that known any better.
+    What happens not to move in so few runs is not for that known without error: at least ``FLOOR`` roundings of the
+    tensor's largest entry are allowed, 4u·max|t|. u is the unit roundoff of what the case computes in, and of float64
+    for the loss and the norm, which are kept in it.
+
+    All runs begin at the first batch, as the run did that ``reference`` goes on from, so that step k of them is
+    step k of the case. A run that skips a step that ``reference`` makes, or the other way round, is another
+    computation from there on, and left out: what it is off by is an update, and no rounding.
 
     A NaN or infinite deviation bounds nothing: there, exact equality of the pattern is asked for.
+
+    Raises
+    ------
+    ValueError
+        Where fewer than half of the runs have the outcomes of ``reference``: roundings decide there which steps are
+        skipped, and no bound on numbers is worth anything.
     """
     case = reference.case
     libraries: list[Any] = [Library(run) if shaken else np for run in range(RUNS)]
     runs = [
-        single.train(case, split=shuffled(case, run), xp=xp, start=nudged(case, run))
+        single.train(case, split=shuffled(case, run), xp=xp, start=nudged(case, run)).steps
         for run, xp in enumerate(libraries)
     ]
-    unit = unit_of(case.precision.compute)
     bounds: Bounds = []
-    for number, truth in enumerate(reference.steps):
-        others = [dict(run.steps[number].items()) for run in runs]
+    for number, truth in enumerate(reference.steps, reference.begun):
+        runs = [steps for steps in runs if decided(steps[number]) == decided(truth)]
+        if len(runs) < RUNS / 2:
+            raise ValueError(
+                f"step {number} of the reference is {truth.outcome!r}, at update {truth.t} and loss scale "
+                f"{truth.scale:g}, and only {len(runs)} of {RUNS} runs that round otherwise agree: its numbers have no "
+                "bound; keep the case further from an overflow, or give bounds"
+            )
+        others = [dict(steps[number].items()) for steps in runs]
         bounds.append(
             {
-                name: FACTOR * max(2 * unit * largest(value), *(deviation(other[name], value) for other in others))
+                name: max(
+                    FACTOR * max(deviation(other[name], value) for other in others),
+                    FLOOR * kept_unit(case, value) * largest(value),
+                )
                 for name, value in numbers(truth)
             }
         )
     return bounds
+
+
+def decided(step: Step) -> tuple[Any, ...]:
+    """Return what a step decided, and all steps before it: where two runs differ in it, they are two computations."""
+    return step.outcome, step.t, step.scale, step.good
+
+
+def kept_unit(case: Case, value: Any) -> float:
+    """Return the unit roundoff that a value of a step has: single numbers are Python's, in float64."""
+    return unit_of(case.precision.compute if isinstance(value, np.ndarray) else "float64")
 
 
 def nudged(case: Case, run: int) -> dict[str, HostArray]:

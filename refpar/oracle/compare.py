@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from refpar.case import Step, Trace
+from refpar.case import Step, Trace, digest, identity
 from refpar.oracle import bounds as bounds_
 from refpar.oracle.bounds import Bounds
 
@@ -116,7 +116,14 @@ def compare(trace: Trace, reference: Trace, *, bounds: Bounds | None = None, kin
     bounds : largest absolute error by step and name; by default :func:`refpar.oracle.bounds.spread` of the
         reference, which runs its case eight more times. ``[]`` asks for equality.
     kind : the word for ``bounds`` in the verdict
+
+    Raises
+    ------
+    ValueError
+        Where the two are of different cases or begin at different steps, or neither has a step: nothing that could be
+        compared means anything.
     """
+    check_alike(trace, reference)
     if bounds is None:
         bounds = bounds_.spread(reference)
     kind = kind if bounds else "exact"
@@ -132,6 +139,27 @@ def compare(trace: Trace, reference: Trace, *, bounds: Bounds | None = None, kin
             worst = max(worst, nearest)
             found += [divergence] if divergence else []
     return Comparison(compared, worst[1], worst[2], kind, found)
+
+
+def check_alike(trace: Trace, reference: Trace) -> None:
+    """Refuse two traces that are not of the same steps of the same case. Types may differ: the bounds know of them."""
+    if not trace.steps and not reference.steps:
+        raise ValueError("compare: neither trace has a step, so there is nothing to compare")
+    if trace.begun != reference.begun:
+        raise ValueError(
+            f"compare: the trace begins at step {trace.begun} and the reference at step {reference.begun}: "
+            "they must begin at the same one"
+        )
+    if trace.case is reference.case:
+        return
+    theirs, ours = (identity(t.case) for t in (trace, reference))
+    for key in dict.fromkeys((*ours, *theirs)):
+        if theirs.get(key) != ours.get(key) and key.partition(".")[0] != "precision":
+            raise ValueError(f"compare: the trace is of a case with {key}={theirs.get(key)}, the reference of "
+                             f"one with {key}={ours.get(key)}")  # fmt: skip
+    end = reference.begun + min(len(trace.steps), len(reference.steps))
+    if digest(trace.case.batches[:end]) != digest(reference.case.batches[:end]):
+        raise ValueError(f"compare: the two traces have not the same data in their first {end} steps")
 
 
 def paired(got: Step, expected: Step) -> list[tuple[str, Any, Any]]:
