@@ -41,7 +41,7 @@ TECHNIQUES: Mapping[str, Layout] = {
 
 def case(steps: int = 12, precision: Precision | None = None) -> Case:
     """Return a small GPT on the source of refpar: ragged tokens, dropout, a tied embedding, clipping, AdamW."""
-    model = GPT(vocabulary=128, context=16, width=18, layers=2, heads=3, dropout=0.1)
+    model = GPT(vocabulary=256, context=16, width=18, layers=2, heads=3, dropout=0.1)
     batches = text_batches(text(), steps=steps, rows=12, context=16)
     return Case(model, AdamW(lr=0.01, weight_decay=0.1), batches, precision=precision or Precision(), clip=0.05)
 

@@ -76,7 +76,7 @@ def problem(mistake: Mistake, steps: int) -> Case:
     """Return the case on which a mistake is made: real text, ragged tokens, dropout, a tied embedding, decay."""
     if mistake.scaled:
         return overflowing(mistake.clip)
-    model = GPT(vocabulary=128, context=16, width=18, layers=2, heads=3, dropout=0.1)
+    model = GPT(vocabulary=256, context=16, width=18, layers=2, heads=3, dropout=0.1)
     batches = text_batches(package_text(), steps=steps, rows=14, context=16)
     return Case(model, AdamW(lr=0.01, weight_decay=0.1), batches, clip=mistake.clip, frozen=mistake.frozen)
 
