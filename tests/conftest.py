@@ -3,8 +3,13 @@
 from collections.abc import Callable, Iterator
 
 import pytest
+from hypothesis import settings
 
 from refpar.comm import World
+
+# An example takes as long as the machine is busy: that is no defect of what it tests.
+settings.register_profile("refpar", deadline=None)
+settings.load_profile("refpar")
 
 
 @pytest.fixture(scope="session")
