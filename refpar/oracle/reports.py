@@ -55,9 +55,10 @@ def headline(comparison: Comparison, name: str) -> str:
             else "all equal"
         )
         return f"{name} matches: {comparison.compared} values, {nearest} ({comparison.bound_kind})"
-    wrong = len({(found.step, found.name) for found in comparison.divergences})
-    looked = max(wrong, comparison.compared)
-    return f"{name} differs: {wrong} of {looked} values ({comparison.bound_kind})"
+    places = {(found.step, found.name): found.problem.startswith("missing") for found in comparison.divergences}
+    missing = sum(places.values())
+    beside = f", {missing} missing" if missing else ""
+    return f"{name} differs: {len(places) - missing} of {comparison.compared} values{beside} ({comparison.bound_kind})"
 
 
 def as_json(comparison: Comparison, name: str, digest: str = "") -> dict[str, Any]:
@@ -73,13 +74,13 @@ def as_json(comparison: Comparison, name: str, digest: str = "") -> dict[str, An
         "bound": comparison.bound,
         "not_compared": comparison.not_compared,
         "notes": comparison.notes,
-        "divergences": [divergence_json(found) for found in comparison.divergences],
+        "divergences": [divergence_json(found, comparison.bound_kind) for found in comparison.divergences],
         "versions": {"refpar": refpar.__version__},
     }
 
 
-def divergence_json(found: Divergence) -> dict[str, Any]:
-    """Return one divergence for programs."""
+def divergence_json(found: Divergence, tier: str) -> dict[str, Any]:
+    """Return one divergence for programs. What may not be off at all is exact, whatever the tier of the others."""
     return {
         "step": found.step,
         "name": found.name,
@@ -89,6 +90,7 @@ def divergence_json(found: Divergence) -> dict[str, Any]:
         "expected": found.expected,
         "error": found.error,
         "bound": found.bound,
+        "tier": tier if found.bound else "exact",
         "share": found.share,
         "problem": found.problem,
         "role": found.role,
