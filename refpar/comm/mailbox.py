@@ -107,7 +107,18 @@ class Region:
     @classmethod
     def create(cls, size: int) -> Region:
         """Return a new region for ``size`` ranks."""
-        region = cls(os.memfd_create("refpar", os.MFD_CLOEXEC), size)
+        fd = None
+        try:
+            fd = os.memfd_create("refpar", os.MFD_CLOEXEC)
+            region = cls(fd, size)
+        except OSError as error:
+            if fd is not None:
+                os.close(fd)
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: no shared memory for {size} ranks; raise the limit of files (ulimit -n), of their "
+                "size (ulimit -f), of address space (ulimit -v), or of the container's memory",
+            ) from error
         for rank in range(size):
             region._init(region.bell(rank), 1, 0)
         for source in range(size):

@@ -14,7 +14,10 @@ it was and what each other was doing, and the next ``run`` starts a fresh set of
 
 from __future__ import annotations
 
+import contextlib
 import io
+import numbers
+import operator
 import os
 import pickle
 import select
@@ -41,6 +44,8 @@ from refpar.comm.ledger import Ledger
 from refpar.comm.mailbox import Mailboxes, Region
 
 MOST_RANKS = 512
+LONGEST_TIMEOUT = 1e9  # seconds, which the kernel can count
+FILES_PER_RANK, MORE_FILES = 3, 16  # descriptors: held, and needed besides while ranks start
 PROCESS_NAME = "refpar rank"
 
 
@@ -66,6 +71,8 @@ class World:
     refpar.arrays.Unavailable
         The backend is not installed, or this is one of several MPI ranks; where there is no GPU, the first
         ``run`` raises it.
+    OSError
+        From the first ``run``: there is no shared memory, or there are too few file descriptors.
     """
 
     def __init__(
@@ -76,10 +83,7 @@ class World:
         backend: str | None = None,
         start_method: str | None = None,
     ) -> None:
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or not 1 <= ranks <= MOST_RANKS:
-            raise ValueError(f"ranks is {ranks!r}; it must be an integer from 1 to {MOST_RANKS}")
-        if timeout is not None and not timeout > 0:
-            raise ValueError(f"timeout is {timeout!r}; it must be a positive number of seconds, or None for no limit")
+        ranks, timeout = _checked_ranks(ranks), _checked_timeout(timeout)
         if sys.platform != "linux":
             raise OSError(f"refpar runs its ranks on Linux only; this is {sys.platform}")
         import multiprocess
@@ -138,8 +142,11 @@ class World:
             self._runs += 1
             try:
                 return pool.run(self._runs, call)
-            except BaseException:  # Ctrl-C too: no rank is left in the middle of something
-                self._forget().kill()
+            except BaseException as error:  # Ctrl-C too: no rank is left in the middle of something
+                if self._pool is pool:
+                    self._forget().kill()
+                elif isinstance(error, Exception):  # a signal handler has closed what this was reading
+                    raise RuntimeError("this World was closed while it ran") from error
                 raise
 
     def close(self) -> None:
@@ -173,14 +180,16 @@ class Pool:
 
     def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None, backend: str) -> None:
         self.owner, self.timeout, self.over = os.getpid(), timeout, False
+        _check_descriptors(ranks)
         self.region = Region.create(ranks)
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
         self.poll = select.poll()
         self.sources: dict[int, tuple[int, bool]] = {}  # file descriptor: rank, whether it tells of its end
         try:
-            for rank in range(ranks):
-                self._start(context, starter, rank, backend)
+            with _standard_streams():
+                for rank in range(ranks):
+                    self._start(context, starter, rank, backend)
             self._reports()  # that they are ready: no wait for a rank shall include its start
         except BaseException:
             self.kill()
@@ -188,6 +197,7 @@ class Pool:
 
     def _start(self, context: Any, starter: Executor | None, rank: int, backend: str) -> None:
         ours, theirs = context.Pipe()
+        self.pipes.append(ours)
         if self.timeout is not None:  # for a rank that is stopped while a large call, or result, is on its way
             limit_waits(ours.fileno(), self.timeout)
         process = context.Process(
@@ -196,13 +206,15 @@ class Pool:
             name=f"{PROCESS_NAME} {rank}",
             daemon=True,
         )
-        self.pipes.append(ours)
-        with theirs, _main_stays_here():
+        from multiprocess import resource_tracker
+
+        resource_tracker.ensure_running()  # lets Ctrl-C through when it starts, so not inside
+        with theirs, _main_stays_here(), _without_ctrl_c():
             if starter is None:
-                process.start()
+                start_deaf(process)
             else:
-                starter.submit(process.start).result()
-        self.processes.append(process)
+                starter.submit(start_deaf, process).result()
+            self.processes.append(process)
         for fd, is_end in ((ours.fileno(), False), (process.sentinel, True)):
             self.poll.register(fd, select.POLLIN)
             self.sources[fd] = rank, is_end
@@ -294,15 +306,91 @@ class Pool:
     def _error(self, rank: int, kind: str, value: tuple[str, str, int]) -> RuntimeError:
         """Return the error for a rank that has reported one."""
         summary, trace, culprit = value
-        if kind == "Unavailable":
-            return arrays.Unavailable(summary)
-        errors = {"CollectiveMismatch": CollectiveMismatch, "CommTimeout": CommTimeout}
-        return errors.get(kind, RankError)(f"{summary}\n{self._others(rank)}\n\nOn rank {rank}:\n{trace}", culprit)
+        error = KINDS[kind]
+        if not issubclass(error, RankError):
+            return error(summary)
+        return error(f"{summary}\n{self._others(rank)}\n\nOn rank {rank}:\n{trace}", culprit)
 
     def _others(self, rank: int) -> str:
         """Say what every other rank is doing."""
         others = (r for r in range(len(self.pipes)) if r != rank)
         return "\n".join(f"  rank {r}: {self.region.status(r)}" for r in others)
+
+
+def _checked_ranks(ranks: Any) -> int:
+    with contextlib.suppress(TypeError):
+        number = operator.index(ranks)
+        if not isinstance(ranks, bool) and 1 <= number <= MOST_RANKS:
+            return number
+    raise ValueError(f"ranks is {ranks!r}; it must be an integer from 1 to {MOST_RANKS}")
+
+
+def _checked_timeout(timeout: Any) -> float | None:
+    if timeout is None:
+        return None
+    with contextlib.suppress(OverflowError):
+        if not isinstance(timeout, bool) and isinstance(timeout, numbers.Real):
+            seconds = float(timeout)
+            if 0 < seconds <= LONGEST_TIMEOUT:
+                return seconds
+    must = f"it must be a positive number of seconds up to {LONGEST_TIMEOUT:g}, or None for no limit"
+    raise ValueError(f"timeout is {timeout!r}; {must}")
+
+
+def _check_descriptors(ranks: int) -> None:
+    """Raise OSError where there are too few file descriptors, before anything is started that would have to end."""
+    taken: list[int] = []
+    try:
+        for _ in range(FILES_PER_RANK * ranks + MORE_FILES):
+            taken.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        text = f"{error.strerror}: {ranks} ranks need {FILES_PER_RANK * ranks + MORE_FILES} more, {len(taken)} are free"
+        raise OSError(error.errno, f"{text}; raise the limit (ulimit -n)") from None
+    finally:
+        for fd in taken:
+            os.close(fd)
+
+
+@contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Fill descriptors 0 to 2 where they are closed: what is opened in their place would be printed to."""
+    with contextlib.ExitStack() as stack:
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            os.set_inheritable(fd, True)
+            stack.callback(os.close, fd)
+        os.close(fd)
+        yield
+
+
+def start_deaf(process: Any) -> None:
+    """Start a process, and the fork server with it, that Ctrl-C does not reach until they ignore it themselves."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # is inherited
+    try:
+        process.start()
+    except EOFError:
+        raise RuntimeError("the process that ranks are forked from has ended; its standard error says why") from None
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_ctrl_c() -> Iterator[None]:
+    """Put Ctrl-C off to the end of the block, so that no process is started that nobody knows of.
+
+    Blocking the signal is not enough: the kernel then gives it to another thread, and Python to this one.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    pressed = []
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
@@ -404,6 +492,7 @@ def _settle(environ: dict[str, str]) -> None:
     from threadpoolctl import threadpool_limits
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     server = os.getppid()
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != server:
@@ -438,8 +527,9 @@ def _run(transport: Mailboxes, data: bytes, xp: ModuleType) -> bytes:
     except BaseException as error:
         return _failure(transport, error)
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # None, closed, on a full disk: no reason to lose the result
+                stream.flush()
     return pickle.dumps((None, value, (transport.sent - sent) - (transport.received - received)))
 
 
@@ -447,16 +537,33 @@ def _failure(transport: Mailboxes, error: BaseException) -> bytes:
     """Return the report of an error: its kind; summary, traceback, and the rank to blame."""
     if not isinstance(error, CommTimeout):  # which leaves it known whom this rank waited for
         transport.fail()
-    kind, rank = type(error).__name__, transport.rank
-    if isinstance(error, RankError | arrays.Unavailable):
-        return pickle.dumps((kind, (str(error), _trace(error), getattr(error, "rank", rank)), 0))
-    text = str(error)
+    rank, text, trace = transport.rank, _shown(str, error), _shown(_trace, error)
+    for kind, known in KINDS.items():
+        if isinstance(error, known):
+            return pickle.dumps((kind, (text, trace, getattr(error, "rank", rank)), 0))
     first = text if len(text) <= 200 and "\n" not in text else text[:200].partition("\n")[0] + " ..."
-    return pickle.dumps((kind, (f"rank {rank} raised {kind}: {first}", _trace(error), rank), 0))
+    return pickle.dumps(("RankError", (f"rank {rank} raised {type(error).__name__}: {first}", trace, rank), 0))
+
+
+KINDS: dict[str, type[RankError] | type[arrays.Unavailable]] = {
+    "CollectiveMismatch": CollectiveMismatch,
+    "CommTimeout": CommTimeout,
+    "RankError": RankError,
+    "Unavailable": arrays.Unavailable,
+}
+"""Errors that reach the caller as what they are; every other becomes a RankError."""
 
 
 def _trace(error: BaseException) -> str:
     return "".join(traceback.format_exception(error))
+
+
+def _shown(show: Callable[[BaseException], str], error: BaseException) -> str:
+    """Return ``show(error)``, whatever the error's own methods do."""
+    try:
+        return show(error)
+    except BaseException as other:
+        return f"<its text cannot be shown: {type(other).__name__}>"
 
 
 def _result(result: Any, xp: ModuleType) -> bytes:
