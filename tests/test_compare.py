@@ -18,7 +18,7 @@ from refpar import single
 from refpar.case import Trace
 from refpar.cli import main
 from refpar.comm import World
-from refpar.oracle import bounds, candidate, control, golden
+from refpar.oracle import bounds, candidate, control, golden, reports
 from refpar.oracle.compare import Comparison
 from refpar.oracle.dumps import BadDump, open_dump
 from refpar.oracle.golden import Golden
@@ -373,6 +373,42 @@ def test_first_steps_alone(integers: Golden, tmp_path: Path) -> None:
     command = ["compare", str(tmp_path / "golden"), str(tmp_path / "one.npz")]
     assert main([*command, "--steps", "1"]) == 0
     assert main(command) == 1
+
+
+def test_first_steps_of_ones_own_reference(tmp_path: Path) -> None:
+    """``--steps`` goes with ``--reference``, too: what comes later is not looked at."""
+    right = {f"step{n}/gradient/w": np.arange(1.0, 4) + n for n in range(3)}
+    np.savez(tmp_path / "a.npz", **right)
+    np.savez(tmp_path / "b.npz", **{**right, "step2/gradient/w": np.zeros(3)})
+    command = ["compare", "--reference", str(tmp_path / "a.npz"), str(tmp_path / "b.npz")]
+    assert main(command) == 1
+    assert main([*command, "--steps", "2"]) == 0
+    assert main([*command, "--steps", "3"]) == 1
+
+
+def test_nothing_to_compare_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No value passes for no reason: neither an empty reference, nor one with which nothing is shared."""
+    np.savez(tmp_path / "none.npz")
+    np.savez(tmp_path / "late.npz", **{"step4/gradient/w": np.ones(3)})
+    np.savez(tmp_path / "norm.npz", norm=np.ones(()))
+    np.savez(tmp_path / "other.npz", v=np.ones(3))
+    for reference, other, *options in (
+        ("none", "none"), ("none", "norm"), ("late", "late", "--steps", "2"), ("norm", "none"), ("norm", "other")
+    ):  # fmt: skip
+        assert main(["compare", "--reference", f"{tmp_path}/{reference}.npz", f"{tmp_path}/{other}.npz", *options]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_values_that_differ_are_counted_among_those_compared(integers: Golden, tmp_path: Path) -> None:
+    """And those that are missing beside them: never more are wrong than there are."""
+    gradients = [name for name in integers.expected if name.startswith("step0/gradient/")]
+    lost, *kept = gradients
+    verdict = check(integers, {name: integers.expected[name] * 3 for name in kept}, tmp_path)
+    missing = sum(found.problem.startswith("missing") for found in verdict.divergences)
+    assert missing >= 1
+    said = reports.headline(verdict, "x")
+    assert said.startswith(f"x differs: {len(kept)} of {len(kept)} values, {missing} missing")
+    assert lost in {f"step{found.step}/{found.name}" for found in verdict.divergences}
 
 
 def test_ones_own_all_reduce(tmp_path: Path) -> None:

@@ -140,7 +140,15 @@ def check(golden: Golden, dump: Dump, *, steps: int | None = None) -> Comparison
 
 
 def verdict(walk: Walk, tier: str) -> Comparison:
-    """Return the outcome of a walk."""
+    """Return the outcome of a walk.
+
+    Raises
+    ------
+    BadDump
+        Where nothing was compared, and nothing that must be there is missing: that is no match.
+    """
+    if not walk.compared and not walk.found:
+        raise BadDump("there is nothing to compare: the dump has no value of a name that is expected")
     strangers = [name for name in walk.dump.values if name not in walk.names.values()]
     notes = [f"{len(strangers)} values of the dump have no counterpart, such as {strangers[0]}"] if strangers else []
     return Comparison(

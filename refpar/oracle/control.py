@@ -35,21 +35,27 @@ KINDS = (
 """Kinds of values in causal order; what is of none of them comes first."""
 
 
-def against(reference: Dump, candidate: Dump, controls: Sequence[Dump] = ()) -> Comparison:
+def against(
+    reference: Dump, candidate: Dump, controls: Sequence[Dump] = (), *, steps: int | None = None
+) -> Comparison:
     """Hold a dump to another one.
 
     Parameters
     ----------
     reference : of the single device; whatever it has, the candidate must have
     controls : runs that are right and rounded otherwise
+    steps : how many steps are looked at; all by default
 
     Raises
     ------
     BadDump
-        Where a file turns out to be broken, or a control run is none: it lacks a value, or its gradients are further
-        from the reference than rounding can be.
+        Where a file turns out to be broken, the reference has nothing to compare, or a control run is none: it lacks
+        a value, or its gradients are further from the reference than rounding can be.
     """
-    expected = {name: reference.read(name)[0] for name in in_causal_order(reference)}
+    names = [name for name in in_causal_order(reference) if steps is None or split_step(name)[0] < steps]
+    if not names:
+        raise BadDump("the reference has no value" + ("" if steps is None else f" of the first {steps} steps"))
+    expected = {name: reference.read(name)[0] for name in names}
     floats = {name: x.astype(np.float64) for name, x in expected.items() if x.dtype in UNIT}
     moved = {
         name: distance(x, [control_value(c, i, name, x) for i, c in enumerate(controls)]) for name, x in floats.items()

@@ -67,7 +67,8 @@ def compare(
         if sha256:
             raise ValueError("--sha256 is of a golden, and --reference is none")
         others = [open_dump([path]) for path in controls]
-        return control.against(open_dump([reference]), open_dump(paths, sharding), others), paths[0].name, ""
+        dump = open_dump(paths, sharding)
+        return control.against(open_dump([reference]), dump, others, steps=steps), paths[0].name, ""
     if controls:
         raise ValueError("--control goes with --reference: a golden brings its own bounds")
     if len(paths) < 2:
