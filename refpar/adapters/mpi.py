@@ -11,16 +11,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import mpi4py
 import numpy as np
 import numpy.typing as npt
-from mpi4py import MPI
 
 from refpar import split
 from refpar.conformance import spmd
 
 HostArray = npt.NDArray[Any]
-WORLD: Any = MPI.COMM_WORLD
+
+
+def world() -> Any:
+    """Return all ranks of MPI."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
 
 
 def flat(x: HostArray) -> HostArray:
@@ -32,43 +36,59 @@ class Mpi:
     """Allreduce and its like, of the MPI that mpi4py is linked to."""
 
     name = "mpi4py"
-    version = f"{mpi4py.__version__}, {MPI.Get_library_version().splitlines()[0].strip()}"[:60].strip()
+
+    @property
+    def version(self) -> str:
+        """Of mpi4py, and of the MPI that it is linked to."""
+        import mpi4py
+        from mpi4py import MPI
+
+        library = " ".join(MPI.Get_library_version().splitlines()[0].split(",")[0].split())
+        return f"{mpi4py.__version__} ({library})"
 
     @spmd
     def all_reduce(self, array: HostArray) -> HostArray:
+        """Return the sum over ranks."""
         total = np.empty(array.size, array.dtype)
-        WORLD.Allreduce(flat(array), total)
+        world().Allreduce(flat(array), total)
         return total.reshape(array.shape)
 
     @spmd
     def all_reduce_max(self, array: HostArray) -> HostArray:
+        """Return the maximum over ranks."""
+        from mpi4py import MPI
+
         largest = np.empty(array.size, array.dtype)
-        WORLD.Allreduce(flat(array), largest, op=MPI.MAX)
+        world().Allreduce(flat(array), largest, op=MPI.MAX)
         return largest.reshape(array.shape)
 
     @spmd
     def reduce_scatter(self, array: HostArray, counts: Sequence[int]) -> HostArray:
-        part = np.empty(counts[WORLD.rank], array.dtype)
-        WORLD.Reduce_scatter(flat(array), part, recvcounts=list(counts))
+        """Return this rank's part of the sum."""
+        part = np.empty(counts[world().rank], array.dtype)
+        world().Reduce_scatter(flat(array), part, recvcounts=list(counts))
         return part
 
     @spmd
     def all_gather(self, array: HostArray) -> HostArray:
-        lengths = WORLD.allgather(array.size)
+        """Return everybody's array."""
+        lengths = world().allgather(array.size)
         everybody = np.empty(sum(lengths), array.dtype)
-        WORLD.Allgatherv(array, (everybody, lengths))
+        world().Allgatherv(array, (everybody, lengths))
         return everybody
 
     @spmd
     def broadcast(self, array: HostArray, root: int) -> HostArray:
+        """Return the root's array."""
         x = flat(array)
-        WORLD.Bcast(x, root)
+        world().Bcast(x, root)
         return x.reshape(array.shape)
 
     @spmd
     def all_to_all(self, array: HostArray) -> HostArray:
+        """Return this rank's row of everybody's array."""
         rows = np.empty(array.shape, array.dtype)
-        WORLD.Alltoall(array, rows)
+        world().Alltoall(array, rows)
         return rows
 
 
@@ -79,13 +99,14 @@ class Ring:
 
     @spmd
     def all_reduce(self, array: HostArray) -> HostArray:
-        total, rank, size = flat(array), WORLD.rank, WORLD.size
+        """Return the sum over ranks."""
+        total, rank, size = flat(array), world().rank, world().size
         parts = [total[r.start : r.stop] for r in split.ranges(split.sizes(total.size, size))]
         for step in range(2 * (size - 1)):
             summing = step < size - 1
             going, coming = parts[(rank - step) % size], parts[(rank - step - 1) % size]
             arrived = np.empty_like(coming)
-            WORLD.Sendrecv(going, (rank + 1) % size, recvbuf=arrived, source=(rank - 1) % size)
+            world().Sendrecv(going, (rank + 1) % size, recvbuf=arrived, source=(rank - 1) % size)
             coming[...] = coming + arrived if summing else arrived
         return total.reshape(array.shape)
 
@@ -97,7 +118,8 @@ class CutsTheTail(Ring):
 
     @spmd
     def all_reduce(self, array: HostArray) -> HostArray:
+        """Return the sum over ranks."""
         whole = flat(array)
-        kept = whole.size // WORLD.size * WORLD.size
+        kept = whole.size // world().size * world().size
         whole[:kept] = super().all_reduce(whole[:kept])
         return whole.reshape(array.shape)

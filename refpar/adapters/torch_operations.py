@@ -53,18 +53,21 @@ class Operations:
 
     @spmd
     def all_reduce(self, array: HostArray) -> HostArray:
+        """Return the sum over ranks."""
         x = tensor(array)
         dist.all_reduce(x)
         return x.numpy()
 
     @spmd
     def all_reduce_max(self, array: HostArray) -> HostArray:
+        """Return the maximum over ranks."""
         x = tensor(array)
         dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x.numpy()
 
     @spmd
     def reduce_scatter(self, array: HostArray, counts: Sequence[int]) -> HostArray:
+        """Return this rank's part of the sum."""
         parts = list(tensor(array).split(list(counts)))
         out = torch.empty(counts[dist.get_rank()], dtype=parts[0].dtype)
         dist.reduce_scatter(out, parts)
@@ -72,6 +75,7 @@ class Operations:
 
     @spmd
     def all_gather(self, array: HostArray) -> HostArray:
+        """Return everybody's array."""
         lengths: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(lengths, len(array))
         padded = np.zeros(max(lengths), array.dtype)
@@ -82,12 +86,14 @@ class Operations:
 
     @spmd
     def broadcast(self, array: HostArray, root: int) -> HostArray:
+        """Return the root's array."""
         x = tensor(array)
         dist.broadcast(x, src=root)
         return x.numpy()
 
     @spmd
     def all_to_all(self, array: HostArray) -> HostArray:
+        """Return this rank's row of everybody's array."""
         x = tensor(array)
         out = torch.empty_like(x)
         dist.all_to_all_single(out, x)
@@ -95,14 +101,17 @@ class Operations:
 
     @spmd
     def column_linear(self, x: HostArray, weight: HostArray, bias: HostArray, dy: HostArray) -> Any:
+        """Run this rank's columns there and back."""
         return linear(x, weight, bias, dy, (Replicate(), Shard(1), Shard(0), Shard(1)))
 
     @spmd
     def row_linear(self, x: HostArray, weight: HostArray, bias: HostArray, dy: HostArray) -> Any:
+        """Run this rank's rows there and back."""
         return linear(x, weight, bias, dy, (Shard(1), Shard(0), Replicate(), Replicate()))
 
     @spmd
     def vocabulary_cross_entropy(self, logits: HostArray, targets: HostArray, mask: HostArray) -> Any:
+        """Return the sum of losses, and its gradient by this rank's logits."""
         from torch.distributed.tensor.parallel import loss_parallel
 
         own = tensor(logits).requires_grad_()
@@ -114,6 +123,7 @@ class Operations:
 
     @spmd
     def clip(self, gradients: dict[str, HostArray], max_norm: float) -> Any:
+        """Return the global norm, and clipped gradients."""
         lengths: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(lengths, len(gradients["sharded"]))
         sharded = DTensor.from_local(
@@ -130,6 +140,7 @@ class Operations:
 
     @spmd
     def loss_scale(self, rule: Any, overflows: Sequence[bool]) -> Any:
+        """Return the scale and the growth counter after each step."""
         p = nn.Parameter(torch.zeros(1))
         optimizer = torch.optim.SGD([p], lr=0.1)
         scaler = torch.amp.GradScaler(
@@ -151,6 +162,7 @@ class Operations:
 
     @spmd
     def checkpoint(self, x: HostArray, weight: HostArray, rate: float, seed: int, recompute: bool) -> Any:
+        """Return y and the gradients of its sum, with and without recomputation."""
         a, w = tensor(x).requires_grad_(), tensor(weight).requires_grad_()
 
         def layer(a: Tensor, w: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 from refpar.conformance.adapter import BadAdapter, Launcher, load
 
+GRACE = 5.0
+"""Seconds that the others have to answer where a rank has raised."""
 LIMIT = 120.0
 """Seconds that a call may take: a rank that is stuck in a collective ends all of them."""
 
@@ -55,7 +57,7 @@ class Mpi:
         return result
 
     def abort(self) -> None:
-        self._comm.Abort(3)
+        os._exit(3)  # which mpiexec takes for the end of all; MPI_Abort would wait for the thread that is inside MPI
 
 
 class Torchrun:
@@ -136,7 +138,10 @@ class Served:
 
     def __call__(self, name: str, ranks: int, arguments: Sequence[Sequence[Any]]) -> list[Any]:
         self.channel.scatter([(name, list(own)) for own in arguments])
-        results = self.channel.gather(answer(self.channel, self.adapter, name, arguments[0]))
+        mine = answer(self.channel, self.adapter, name, arguments[0])
+        watch = waiting_for(self.channel, name, mine[0])
+        results = self.channel.gather(mine)
+        watch.cancel()
         assert results is not None
         for rank, (error, _) in enumerate(results):
             if error:
@@ -151,9 +156,34 @@ class Served:
 def serve(spec: str) -> int:
     """Run calls of rank 0 until it is done: what all other ranks do; return the exit status."""
     adapter, chan = load(spec), channel()
-    while (call := chan.scatter(None)) is not None:
-        chan.gather(answer(chan, adapter, *call))
+    call = chan.scatter(None)
+    while call is not None:
+        mine = answer(chan, adapter, *call)
+        watch = waiting_for(chan, call[0], mine[0])
+        chan.gather(mine)
+        call = chan.scatter(None)  # rank 0 has come out of the last call
+        watch.cancel()
     return 0
+
+
+def waiting_for(chan: Channel, name: str, error: str) -> threading.Timer:
+    """Return a watch for after a call; started, where the call raised on this rank.
+
+    The others may then be waiting for this rank in a collective of the adapter, where nothing reaches them: they have
+    ``GRACE`` to come out, and then all ranks are ended.
+    """
+    watch = threading.Timer(GRACE, lost, (chan, name, error))
+    watch.daemon = True
+    if error:
+        watch.start()
+    return watch
+
+
+def lost(chan: Channel, name: str, error: str) -> None:
+    """End all ranks: this one has raised, and the others wait for it."""
+    print(f"refpar: rank {chan.rank} of {chan.size}: {error}\nthe other ranks still wait for it in {name}: ending all",
+          file=sys.stderr, flush=True)  # fmt: skip
+    chan.abort()
 
 
 def answer(chan: Channel, adapter: Any, name: str, arguments: Sequence[Any]) -> tuple[str, Any]:

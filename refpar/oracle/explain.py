@@ -133,7 +133,11 @@ class Explanation:
             mistake = CATALOGUE[match.name]
             lines += [
                 f"matches {match.name} ({', '.join(mistake.bugs)}) on {match.matched} of {match.compared} values"
-                + (f"; the {match.reported} others, counts, losses or norms, are right" if match.reported else ""),
+                + (
+                    f"; counts, losses and norms are right where they differ ({match.reported})"
+                    if match.reported
+                    else ""
+                ),
                 f"  {mistake.what}",
             ]
         names = {match.name for match in self.matches}
