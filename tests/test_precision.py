@@ -17,7 +17,7 @@ from strategies import batch, exact_cases, gpts, overflowing, seeds
 from truth import Worlds, hold_exactly
 
 from refpar import single
-from refpar.case import Batch, Case, Layout, State, Trace, text_batches
+from refpar.case import Batch, Case, Layout, State, Trace, digest, text_batches
 from refpar.nn.layer import At
 from refpar.nn.loss import seed_and_divisor
 from refpar.nn.models import GPT, MLP
@@ -259,12 +259,12 @@ def test_unscaled_once_and_before_clipping(scale: float, decay: float) -> None:
     for name, g in step.gradients.items():
         value = start[name].astype(np.float32)
         expected = value - (g * np.float32(1 / math.sqrt(26)) + np.float32(decay * name.endswith("weight")) * value)
-        np.testing.assert_allclose(step.state[name]["master"], expected, rtol=4 * 2.0**-24)
+        np.testing.assert_array_equal(step.state[name]["master"], expected)  # the same operations, in the same type
 
 
 def test_a_norm_is_not_formed_in_halves() -> None:
     """5000 squared is beyond the largest half; the norm of two of them is 7071.07 (fairscale#263)."""
-    assert math.isclose(math.sqrt(squared_norm(np.array([5000, 5000], np.float16))), 7071.0678, rel_tol=1e-8)
+    assert squared_norm(np.array([5000, 5000], np.float16)) == 5e7
 
 
 def test_small_gradients_live_under_a_scale() -> None:
@@ -273,7 +273,8 @@ def test_small_gradients_live_under_a_scale() -> None:
     accumulate(into, "plain", np.array([1e-8], np.float32), "float16")
     accumulate(into, "scaled", np.array([1e-8 * 65536], np.float32), "float16")
     assert into["plain"] == 0
-    np.testing.assert_allclose(unscale(into["scaled"], 65536.0), 1e-8, rtol=2.0**-11)
+    # Rounded to float32 and to float16, where it is no subnormal; a power of two divides without rounding.
+    np.testing.assert_allclose(unscale(into["scaled"], 65536.0), 1e-8, rtol=2.0**-24 + 2.0**-11 + 2.0**-35)
 
 
 def test_a_sum_is_rounded_once() -> None:
@@ -285,7 +286,7 @@ def test_a_sum_is_rounded_once() -> None:
 
 
 def test_real_text_without_scaling() -> None:
-    """In a batch of millions of tokens a quarter of the gradient is zero in halves; training suffers; scaling mends it.
+    """In a batch of millions of tokens much of the gradient is zero in halves; training suffers; scaling mends it.
 
     A token's share of a mean over n tokens is 1/n of its gradient. The 16 rows of a step here weigh as they would as
     one part of a batch 2^14 times as large: a static scale of 2^-14. Adam does not care how large gradients are, as
@@ -306,6 +307,8 @@ def test_real_text_without_scaling() -> None:
     truth, unscaled, rescaled = single.train(case), run(2.0**-14), run(2.0**-14 * 2.0**16)
     true = flat(truth.steps[0].gradients)
     dead, mended = ((flat(t.steps[0].gradients)[true != 0] == 0).mean() for t in (unscaled, rescaled))
+    # How large an effect must be to be called one: not tolerances, and nothing that rounding decides. More than 15 %
+    # of the entries die, and of the loss that this costs, more than 0.1, scaling gives back nine tenths.
     assert dead > 0.15
     assert mended < 0.001
     lost = last_losses(unscaled) - last_losses(truth)
@@ -354,8 +357,8 @@ def test_a_transformer_in_halves_is_as_near_as_one_device(
 ) -> None:
     """Its distance from the float64 truth is within what one device shows when its own roundings are shaken.
 
-    No value is off by more than twice that of the worst of eight runs, each of which carries its own roundings and
-    as many random ones; and half of all values by no more than a typical one of those runs.
+    No array is off by more than twice the worst of eight runs, each of which carries its own roundings and as many
+    random ones, and no single number by more than 16 times; half of all values by no more than a typical such run.
     """
     model = GPT(vocabulary=11, context=5, width=6, layers=layers, heads=3, tied=tied, dropout=0.25)
     rows = tuple(batch(model, 6, 0.8, seed, step) for step in range(2))
@@ -375,9 +378,12 @@ def test_a_transformer_in_halves_is_as_near_as_one_device(
                     np.max(np.abs(np.asarray(x, float) - right[name]), initial=0)
                     for x in (value, *(r[name] for r in runs))
                 ]
-                assert off[0] <= 2 * max(off[1:]), (name, off)
+                # A run has roundings of its own, of spread s; a shaken one has as many again, and the spread 2^0.5 s.
+                # If they are normal, the largest of six entries is beyond twice the most of eight shaken runs once in
+                # a million, and a single number beyond sixteen times once in 4 billion.
+                assert off[0] <= (2 if np.ndim(value) else 16) * max(off[1:]), (name, off)
                 beside_a_typical_run += [off[0] / np.median(off[1:])] if np.median(off[1:]) else []
-    assert np.median(beside_a_typical_run) <= 1
+    assert np.median(beside_a_typical_run) <= 1  # 2^-0.5 is to be expected
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -439,12 +445,65 @@ def test_skips_agree_between_layouts(worlds: Worlds, model: GPT, seed: int, layo
     rule = LossScale(64.0, interval=interval, cap=128.0)
     case = Case(model, SGD(lr=0.1), rows, Precision("float16", loss_scale=rule), seed=seed)
     trace, one = hybrid.run(case, layout, world=worlds(layout.dp)), single.train(case)
-    # Partial sums are at most sums of magnitudes over rows: those of each row by itself, under the largest scale.
-    alone = [single.train(replace(case, precision=Precision(loss_scale=LossScale(128.0, dynamic=False))),
-                          split=lambda step, n: [[i] for i in range(n)]).steps]  # fmt: skip
-    largest = max(np.abs(flat(step.gradients)).max() * 128.0 for step in alone[0])
-    assert largest < LARGEST / 4
+    assert max(float(largest_partial(one, number).max()) for number in range(4)) < LARGEST / 4
     for got, true in zip(trace.steps, one.steps, strict=True):
+        assert (got.outcome, got.scale, got.good, got.t) == (true.outcome, true.scale, true.good, true.t)
+
+
+def largest_partial(trace: Trace, number: int) -> np.ndarray:
+    """Return, for each entry of each gradient of a step, the largest that any sum of rows can be, still scaled.
+
+    That is the sum of the magnitudes of the rows' own gradients, at the weights that the step saw. They are computed
+    in float64, which does not overflow, with the dropout of that step.
+    """
+    wide, batches = replace(trace.case, precision=Precision()), trace.case.batches
+    seen = trace.steps[number - 1].parameters if number else State.initial(trace.case).parameters
+    start = State.initial(wide, {name: x.astype(np.float64) for name, x in seen.items()})
+    start = replace(start, step=number, data=digest(batches[:number]))
+    until = replace(wide, batches=batches[: number + 1])
+    scale = trace.steps[number - 1].scale if number else LossScaler(trace.case.precision.loss_scale).scale
+
+    def alone(row: int) -> np.ndarray:
+        (step,) = single.train(until, start=start, split=lambda step, rows: [[row]]).steps
+        return np.abs(flat(step.gradients)) * scale
+
+    return sum((alone(row) for row in range(len(batches[number]))), np.zeros(1))
+
+
+@pytest.mark.parametrize("where", [0, 5])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "dp=3",
+        "dp=3,zero=1,micro_batches=2",
+        "dp=2,zero=2,micro_batches=3",
+        "tp=3",
+        "dp=3,zero=3",
+        "pp=3,micro_batches=2",
+        "dp=2,tp=2,pp=2,zero=1,micro_batches=2",
+    ],
+)
+def test_a_transformer_skips_in_all_layouts(worlds: Worlds, layout: str, where: int) -> None:
+    """One row of the second step overflows, on whichever rank and in whichever micro-batch it is: all skip, and go on.
+
+    The rule grows by 2^9 after each good step, and that is too much for the one row that counts in the second step.
+    No order of additions has a say in it: entries that overflow do so four times over, and no other step has a sum of
+    rows that comes near the largest half.
+    """
+    model = GPT(vocabulary=11, context=5, width=6, layers=2, heads=3, dropout=0.25)
+    first, wild, last = (batch(model, 6, 0.8, 1, step) for step in range(3))
+    mask = np.zeros_like(wild.mask)
+    mask[where] = True
+    wild = replace(wild, targets=np.where(mask, wild.inputs, -100), mask=mask)
+    rule = LossScale(2.0**10, interval=1, growth=2.0**9, backoff=2.0**-9)
+    case = Case(model, SGD(lr=0.1, momentum=0.5), (first, wild, last), Precision("float16", loss_scale=rule), seed=1)
+    one = single.train(case)
+    assert [step.outcome for step in one.steps] == ["updated", "overflow", "updated"]
+    assert largest_partial(one, 0).max() < LARGEST / 4
+    assert largest_partial(one, 1).max() > LARGEST * 4
+    assert largest_partial(one, 2).max() < LARGEST / 4
+    split = Layout.parse(layout)
+    for got, true in zip(hybrid.run(case, split, world=worlds(split.ranks)).steps, one.steps, strict=True):
         assert (got.outcome, got.scale, got.good, got.t) == (true.outcome, true.scale, true.good, true.t)
 
 
