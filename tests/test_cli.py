@@ -1,5 +1,6 @@
 """The command line as a user meets it: real processes, exit statuses, one clear line for bad input."""
 
+import contextlib
 import itertools
 import json
 import os
@@ -230,16 +231,52 @@ def test_dead_rank_is_a_failed_run() -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_ctrl_c_ends_it() -> None:
-    """Exit status 130, one line, and no rank is left."""
-    running = subprocess.Popen(
-        [*REFPAR, "verify", "--only", "dp", "--steps", "100000", "--ranks", "2"], stderr=subprocess.PIPE, text=True
-    )
-    time.sleep(2.5)
-    running.send_signal(signal.SIGINT)
-    _, errors = running.communicate(timeout=30)
-    assert running.returncode == INTERRUPTED, errors
-    assert errors.strip() == "refpar: interrupted"
+ANNOUNCED = """
+import sys
+from refpar import cli
+from refpar.comm import processes
+class Pool(processes.Pool):
+    def __init__(self, *args):
+        print("ranks start", file=sys.stderr, flush=True)
+        super().__init__(*args)
+processes.Pool = Pool
+sys.exit(cli.main(["verify", "--only", "dp", "--steps", "100000", "--ranks", "2"]))
+"""
+
+
+def in_session(session: int) -> list[int]:
+    """Return the numbers of the processes of a session that have not ended."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            state, _, _, its_session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            found += [int(entry.name)] if its_session == str(session) and state not in "ZX" else []
+    return found
+
+
+@pytest.mark.parametrize("seconds", [0, 0.1, 0.4, 1.5])
+def test_ctrl_c_ends_it(seconds: float) -> None:
+    """Exit status 130, one line, and no rank is left.
+
+    A terminal signals all processes at once; here some time after the first rank is asked for, while the process
+    that ranks are forked from imports NumPy, or they start, or compute.
+    """
+    command = [sys.executable, "-c", ANNOUNCED]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert running.stderr is not None
+        assert running.stderr.readline() == "ranks start\n"
+        time.sleep(seconds)
+        os.killpg(running.pid, signal.SIGINT)
+        _, errors = running.communicate(timeout=60)
+        assert running.returncode == INTERRUPTED, errors
+        assert errors.strip() == "refpar: interrupted"
+        limit = time.monotonic() + 10
+        while in_session(running.pid) and time.monotonic() < limit:
+            time.sleep(0.02)
+        assert not in_session(running.pid)
+    finally:
+        running.kill()
 
 
 def test_help_names_every_technique() -> None:
