@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -183,6 +184,8 @@ def contents(folder: Path) -> dict[str, str]:
 def test_one_clear_line(what: str, wrong: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit status 2; one line that names what is wrong; and every file is as it was."""
     typed, words = (text.replace("{tmp}", str(wrong)) for text in BAD[what])
+    if ("--plot" in typed or "figures" in typed) and find_spec("matplotlib") is None:
+        words = "pip install 'refpar[plot]'"  # what is missing comes first
     before = contents(wrong)
     status = cli.main(typed.split())
     said = capfd.readouterr().err.splitlines()
