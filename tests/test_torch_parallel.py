@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -191,3 +194,15 @@ def test_pool_survives_an_error(pool: Pool) -> None:
 
 def divide(by: int) -> float:
     return 1 / by
+
+
+def test_battery_runs_under_torchrun() -> None:
+    """Rank 0 draws and judges, the other one waits for calls; both end."""
+    path = os.pathsep.join([str(Path(__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "-m", "refpar", "conformance",
+         "refpar.adapters.torch_operations:Operations", "--only=all_reduce_of_integers", "--examples=10"],
+        capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "1 of 1 checks passed" in run.stdout

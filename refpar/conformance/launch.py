@@ -39,6 +39,9 @@ class Channel(Protocol):
     def abort(self) -> None:
         """End all ranks at once."""
 
+    def close(self) -> None:
+        """Leave, when all do."""
+
 
 class Mpi:
     """The ranks of ``mpiexec``, through mpi4py."""
@@ -58,6 +61,9 @@ class Mpi:
 
     def abort(self) -> None:
         os._exit(3)  # which mpiexec takes for the end of all; MPI_Abort would wait for the thread that is inside MPI
+
+    def close(self) -> None:
+        """Do nothing: MPI ends by itself."""
 
 
 class Torchrun:
@@ -84,6 +90,11 @@ class Torchrun:
 
     def abort(self) -> None:
         os._exit(3)
+
+    def close(self) -> None:
+        """Take the groups down, which gloo's threads would not survive."""
+        self._dist.barrier(self._group)
+        self._dist.destroy_process_group()
 
 
 def started_by() -> str:
@@ -151,6 +162,7 @@ class Served:
     def close(self) -> None:
         """Let the other ranks end."""
         self.channel.scatter([None] * self.channel.size)
+        self.channel.close()
 
 
 def serve(spec: str) -> int:
@@ -163,6 +175,7 @@ def serve(spec: str) -> int:
         chan.gather(mine)
         call = chan.scatter(None)  # rank 0 has come out of the last call
         watch.cancel()
+    chan.close()
     return 0
 
 

@@ -15,9 +15,10 @@ listed; :data:`SAME` says which of them cannot be told apart, and where.
 
 How near is near enough? An honest implementation of the *mistake* rounds like an honest one of the truth, but its
 numbers may be larger, and what they do to the weights carries on. So a tensor's bound is that of the truth at its
-widest entry, times the factor by which the replay's numbers have outgrown the true ones, in this step or before; and
-at least ``ROUNDINGS`` roundings of its largest entry, because a run that was exact without the mistake need not be
-exact with it. What lies between two mistakes is larger by orders of magnitude; :class:`Explanation` says by how many.
+widest entry, times ``UNMEASURED`` and the factor by which the replay's numbers have outgrown the true ones, in this
+step or before; and at least ``ROUNDINGS`` roundings of its largest entry, because a run that was exact without the
+mistake need not be exact with it. What lies between two mistakes is larger by orders of magnitude, as a rule;
+:class:`Explanation` says by how many.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ from refpar.oracle.mistakes import CATALOGUE, Mistake
 from refpar.parallel import assembly, hybrid
 from refpar.precision import Precision
 
+UNMEASURED = 8
+"""What a replay may be off by is the truth's bound, scaled, and this much wider: its own was not measured."""
 ROUNDINGS = 64
 """A wrong divisor, a wrong sum of the terms of up to as many ranks: that many roundings of the largest entry."""
 
@@ -342,7 +345,7 @@ def held(
             distance, silent = math.inf, False
             continue
         growth = max(growth, outgrown(values[key][0], expected))
-        limit = largest(bound.get(key, 0.0)) * growth
+        limit = UNMEASURED * largest(bound.get(key, 0.0)) * growth
         floor = ROUNDINGS * unit * largest(values[key][0]) if is_float(values[key][0]) else 0.0
         off = min(distance_of(got[key], value, max(limit, floor)) for value in seen_as(key, values, true))
         allowed = max(largest(bound.get(key, 0.0)), floor)
