@@ -240,7 +240,7 @@ class Pool(processes.Pool):
         print("ranks start", file=sys.stderr, flush=True)
         super().__init__(*args)
 processes.Pool = Pool
-sys.exit(cli.main(["verify", "--only", "dp", "--steps", "100000", "--ranks", "2"]))
+sys.exit(cli.main(["verify", "--only", "ring,dp", "--steps", "3000", "--ranks", "2"]))
 """
 
 
