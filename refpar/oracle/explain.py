@@ -348,8 +348,8 @@ def held(
         limit = UNMEASURED * largest(bound.get(key, 0.0)) * growth
         floor = ROUNDINGS * unit * largest(values[key][0]) if is_float(values[key][0]) else 0.0
         off = min(distance_of(got[key], value, max(limit, floor)) for value in seen_as(key, values, true))
-        allowed = max(largest(bound.get(key, 0.0)), floor)
-        if off > 1 and key.partition("/")[2] in REPORTED and distance_of(got[key], expected, allowed) <= 1:
+        right = distance_of(got[key], expected, largest(bound.get(key, 0.0))) <= 1
+        if off > 1 and right and key.partition("/")[2] in REPORTED:
             reported += 1
         else:
             distance = max(distance, off)
