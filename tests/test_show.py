@@ -200,7 +200,7 @@ BAD_ARGUMENTS = {
     "schedule 1f1b --trace no/such/file.json": "No such file or directory",
     "schedule 1f1b --micro-batches 2000": "1f1b: the timeline would have",
     "verify --trace no/such/file.json": "--trace no/such/file.json: this cannot be written to",
-    "train --trace .": "--trace .: this cannot be written to",
+    "train --trace .": "--trace .: Is a directory",
     "show zero": "no story is called 'zero': did you mean zero",
     "show xyzzy": "known are ring, dp",
     "mistakes norms_aded": "no mistake is called 'norms_aded': did you mean norms_added?",

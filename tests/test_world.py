@@ -284,6 +284,7 @@ def test_the_parent_watches_every_rank(world: World) -> None:
 
     def fn(comm: Communicator) -> None:
         if comm.rank == 1:
+            time.sleep(1)  # until all have begun
             raise ValueError("before any collective")
         time.sleep(60)
 

@@ -15,6 +15,7 @@ it was and what each other was doing, and the next ``run`` starts a fresh set of
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import numbers
 import operator
@@ -179,6 +180,7 @@ class Pool:
     """The processes of a world, from their start to the first thing that goes wrong."""
 
     def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None, backend: str) -> None:
+        self.number = 0
         self.owner, self.timeout, self.over = os.getpid(), timeout, False
         _check_descriptors(ranks)
         self.region = Region.create(ranks)
@@ -221,6 +223,7 @@ class Pool:
 
     def run(self, number: int, call: bytes) -> list[Any]:
         """Let every rank make a call, and return the results, by rank."""
+        self.number = number
         data = number.to_bytes(8, "little") + call
         for rank, pipe in enumerate(self.pipes):
             try:
@@ -313,8 +316,12 @@ class Pool:
 
     def _others(self, rank: int) -> str:
         """Say what every other rank is doing."""
-        others = (r for r in range(len(self.pipes)) if r != rank)
-        return "\n".join(f"  rank {r}: {self.region.status(r)}" for r in others)
+        lines = []
+        for r in range(len(self.pipes)):
+            status = self.region.status(r)
+            doing = str(status) if status.run == self.number else "had not begun"  # it says what it did in the last run
+            lines += [f"  rank {r}: {doing}"] if r != rank else []
+        return "\n".join(lines)
 
 
 def _checked_ranks(ranks: Any) -> int:
@@ -442,17 +449,34 @@ def _serialised(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             return data
     except Exception:  # pickle raises whatever it likes; dill may know how
         pass
-    import dill
-
     try:
-        return bytes(dill.dumps((fn, args), recurse=True))
+        return _by_value((fn, args))
     except Exception as error:
         for what, value in [("fn", fn), *((f"argument {i + 1}", arg) for i, arg in enumerate(args))]:
             try:
-                dill.dumps(value, recurse=True)
+                _by_value(value)
             except Exception:
                 raise TypeError(f"{what} of World.run, {value!r:.200}, cannot be sent to the ranks: {error}") from error
         raise
+
+
+def _by_value(value: Any) -> bytes:
+    """Return ``value`` in bytes, functions that have no importable name with what they refer to.
+
+    A module that such a function refers to goes by name: dill would send one that is not installed, but lies where
+    it was started, with all that it holds.
+    """
+    import dill
+
+    class Pickler(dill.Pickler):  # type: ignore[misc]
+        def reducer_override(self, x: Any) -> Any:
+            if isinstance(x, ModuleType) and x.__name__ != "__main__":
+                return importlib.import_module, (x.__name__,)
+            return NotImplemented
+
+    room = io.BytesIO()
+    Pickler(room, recurse=True).dump(value)
+    return room.getvalue()
 
 
 def _unpickled(data: bytes | memoryview) -> Any:
