@@ -359,16 +359,16 @@ def held(
 
 
 def seen_as(key: str, values: Mapping[str, Sequence[Any]], true: Values) -> list[Any]:
-    """Return what a value of a replay may be reported as.
+    """Return what a value of a replay may be reported as, where its ranks do not agree on one.
 
-    A loss may be divided by the right count, and a norm be that of all gradients, whatever is used.
+    A loss may be divided by the right count, and a norm be that of all gradients, whatever each rank goes on with.
     """
     seen = list(values[key])
     step, _, name = key.partition("/")
     if name == "loss" and true.get(f"{step}/count"):
         counts = values.get(f"{step}/count", [])
         seen += [loss * own / true[f"{step}/count"] for loss in values[key] for own in counts]
-    if name == "norm":
+    if name == "norm" and len(seen) > 1:
         gradients = [x[0] for other, x in values.items() if other.startswith(f"{step}/gradient/")]
         seen.append(math.sqrt(sum(squared_norm(np.asarray(g)) for g in gradients)))
     return seen
