@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-
 from refpar.arrays import Array
 from refpar.comm import Communicator, World, ring
 from refpar.conformance import Limits, spmd
