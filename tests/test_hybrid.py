@@ -386,7 +386,7 @@ def test_each_way_of_splitting_has_its_rows(name: str) -> None:
         (["--layout", "dp=many"], "layout dp is 'many': it must be a whole number"),
         (["--layout", "dp=1000"], "1000 ranks are too many: at most 512"),
         (["--layout", "dp=2", "--only", "tp"], "--layout is a run by itself"),
-        (["--only", "tp", "--ranks", "7"], "tp cannot run on 7 ranks"),
+        (["--only", "tp", "--ranks", "7"], "tp is 7: blocks.0 has 5 heads"),
     ],
 )
 def test_a_layout_that_cannot_be_is_one_clear_line(arguments: list[str], words: str) -> None:
