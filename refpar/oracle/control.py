@@ -35,9 +35,7 @@ KINDS = (
 """Kinds of values in causal order; what is of none of them comes first."""
 
 
-def against(
-    reference: Dump, candidate: Dump, controls: Sequence[Dump] = (), *, steps: int | None = None
-) -> Comparison:
+def against(reference: Dump, candidate: Dump, controls: Sequence[Dump] = (), *, steps: int | None = None) -> Comparison:
     """Hold a dump to another one.
 
     Parameters
