@@ -183,13 +183,13 @@ def report(measured: dict[int, list[Launch]], blocks: int, load: float) -> str:
     verdicts, versions = [], {}
     for ranks, launches in measured.items():
         others = [side for side in launches[0][0] if side != "refpar"]
-        lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(22) for side in others))
+        lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(26) for side in others))
         for name in SIZES:
             line = name.rjust(8) + f"{statistics.median(t['refpar'][name] for t, _ in launches) * 1e6:12,.0f}"
             for side in others:
                 ratios = sorted(t["refpar"][name] / t[side][name] for t, _ in launches)
                 middle = statistics.median(ratios)
-                line += f"{middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})".rjust(22)
+                line += f"{middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})".rjust(26)
                 for most in (most for *which, most in TARGETS if which == [ranks, name, side]):
                     word = "met" if middle <= most else "MISSED"
                     verdicts.append(f"{ranks} ranks, {name}: {middle:.2f} of {side}, at most {most} wanted: {word}")
