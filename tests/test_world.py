@@ -20,7 +20,7 @@ import pytest
 
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, ring
 from refpar.comm.mailbox import WAITING, Chain, Status
-from refpar.comm.processes import limit_waits
+from refpar.comm.pool import limit_waits
 
 SOON = 5.0
 """Seconds within which an error is there that waits for no limit. It takes about 0.02; the rest is a busy machine."""
@@ -153,7 +153,7 @@ def test_a_rank_that_flushes_subnormals_is_refused() -> None:
         import ctypes
         import mmap
 
-        from refpar.comm.processes import check_subnormals
+        from refpar.comm.rank import check_subnormals
 
         check_subnormals()
         code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)

@@ -1,0 +1,32 @@
+"""What a world may be asked for, whoever starts its ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+import operator
+from typing import Any
+
+LONGEST_TIMEOUT = 1e9  # seconds, which the kernel can count
+
+
+def checked_ranks(ranks: Any, most: int) -> int:
+    """Return a number of ranks as an int: one from 1 to ``most``, of any integer type but bool."""
+    with contextlib.suppress(TypeError):
+        number = operator.index(ranks)
+        if not isinstance(ranks, bool) and 1 <= number <= most:
+            return number
+    raise ValueError(f"ranks is {ranks!r}; it must be an integer from 1 to {most}")
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Return a limit in seconds as a float, or None for no limit."""
+    if timeout is None:
+        return None
+    with contextlib.suppress(OverflowError):
+        if not isinstance(timeout, bool) and isinstance(timeout, numbers.Real):
+            seconds = float(timeout)
+            if 0 < seconds <= LONGEST_TIMEOUT:
+                return seconds
+    must = f"it must be a positive number of seconds up to {LONGEST_TIMEOUT:g}, or None for no limit"
+    raise ValueError(f"timeout is {timeout!r}; {must}")

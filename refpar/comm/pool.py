@@ -1,0 +1,194 @@
+"""One set of ranks as the caller sees it: started together, given calls, watched, and ended together.
+
+Each process has a pipe to the caller. The caller waits for reports on all pipes and for the ends of all processes
+at once, so a rank that dies is seen whatever the others are doing::
+
+    caller                                rank r (``rank.py``)
+    start it, with a pipe          -->
+                                   <--    report: ready
+    number of the run, call        -->
+                                   <--    report: result, or error
+    ...
+
+The first error, or end, is that of the run, and the last of the pool: a World then kills it and makes another.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+from concurrent.futures import Executor
+from typing import Any
+
+from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
+from refpar.comm.mailbox import Region
+from refpar.comm.pickled import from_bytes
+from refpar.comm.rank import KINDS, rank_main
+from refpar.comm.starting import (
+    PROCESS_NAME,
+    check_descriptors,
+    main_stays_here,
+    standard_streams,
+    start_deaf,
+    without_ctrl_c,
+)
+
+
+class Pool:
+    """The processes of a world, from their start to the first thing that goes wrong."""
+
+    def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None, backend: str) -> None:
+        self.number = 0
+        self.owner, self.timeout, self.over = os.getpid(), timeout, False
+        check_descriptors(ranks)
+        self.region = Region.create(ranks)
+        self.processes: list[Any] = []
+        self.pipes: list[Any] = []
+        self.poll = select.poll()
+        self.sources: dict[int, tuple[int, bool]] = {}  # file descriptor: rank, whether it tells of its end
+        try:
+            with standard_streams():
+                for rank in range(ranks):
+                    self._start(context, starter, rank, backend)
+            self._reports()  # that they are ready: no wait for a rank shall include its start
+        except BaseException:
+            self.kill()
+            raise
+
+    def _start(self, context: Any, starter: Executor | None, rank: int, backend: str) -> None:
+        ours, theirs = context.Pipe()
+        self.pipes.append(ours)
+        if self.timeout is not None:  # for a rank that is stopped while a large call, or result, is on its way
+            limit_waits(ours.fileno(), self.timeout)
+        process = context.Process(
+            target=rank_main,
+            args=(self.region, rank, theirs, self.timeout, dict(os.environ), backend),
+            name=f"{PROCESS_NAME} {rank}",
+            daemon=True,
+        )
+        from multiprocess import resource_tracker
+
+        resource_tracker.ensure_running()  # lets Ctrl-C through when it starts, so not inside
+        with theirs, main_stays_here(), without_ctrl_c():
+            if starter is None:
+                start_deaf(process)
+            else:
+                starter.submit(start_deaf, process).result()
+            self.processes.append(process)
+        for fd, is_end in ((ours.fileno(), False), (process.sentinel, True)):
+            self.poll.register(fd, select.POLLIN)
+            self.sources[fd] = rank, is_end
+
+    def run(self, number: int, call: bytes) -> list[Any]:
+        """Let every rank make a call, and return the results, by rank."""
+        self.number = number
+        data = number.to_bytes(8, "little") + call
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(data)
+            except BlockingIOError:
+                raise self._stuck(rank, "did not take the call") from None
+            except OSError:
+                raise self._ended(rank) from None
+        results, pieces = self._reports()
+        if pieces:
+            source, dest = self.region.unread()[0]
+            raise CollectiveMismatch(
+                f"rank {source} sent rank {dest} a message that nobody received: both functions have returned", source
+            )
+        return [self._result(rank, results[rank]) for rank in range(len(self.pipes))]
+
+    def _reports(self) -> tuple[dict[int, Any], int]:
+        """Wait for one report of every rank; return the values, by rank, and pieces sent less received, of all."""
+        values: dict[int, Any] = {}
+        pieces = 0
+        while len(values) < len(self.pipes):
+            for fd, _ in self.poll.poll():
+                rank, is_end = self.sources[fd]
+                if is_end:
+                    raise self._ended(rank)
+                try:
+                    kind, value, balance = pickle.loads(self.pipes[rank].recv_bytes())
+                except BlockingIOError:
+                    raise self._stuck(rank, "did not finish its report") from None
+                except (EOFError, ConnectionError):
+                    raise self._ended(rank) from None
+                if kind is not None:
+                    raise self._error(rank, kind, value)
+                values[rank] = value
+                pieces += balance
+        return values, pieces
+
+    def kill(self) -> None:
+        """End the processes at once, whatever they are doing. Again, or in a forked child, do nothing."""
+        if self.over or os.getpid() != self.owner:
+            return
+        for process in self.processes:
+            process.kill()
+        self.end()
+
+    def end(self) -> None:
+        """Let the processes end, and release all that they needed."""
+        self.over = True
+        for pipe in self.pipes:
+            pipe.close()
+        for process in self.processes:
+            process.join(1)
+            if process.is_alive():
+                process.kill()
+                process.join()
+            process.close()
+        self.region.close()
+
+    def _result(self, rank: int, data: bytes) -> Any:
+        try:
+            return from_bytes(data)
+        except Exception as error:
+            raise RankError(f"the result of rank {rank} cannot be read here: {error!r}", rank) from error
+
+    # Errors
+
+    def _ended(self, rank: int) -> RankError:
+        """Return the error for a rank whose process is gone."""
+        process = self.processes[rank]
+        process.join(1)
+        code = process.exitcode
+        if code is None:
+            what = "has closed its connection"
+        elif code < 0:
+            what = f"was killed by {signal.Signals(-code).name}"
+        else:
+            what = f"exited with status {code}"
+        return RankError(f"rank {rank} {what}\n{self._others(rank)}", rank)
+
+    def _stuck(self, rank: int, what: str) -> CommTimeout:
+        return CommTimeout(f"rank {rank} {what} within {self.timeout:g} s\n{self._others(rank)}", rank)
+
+    def _error(self, rank: int, kind: str, value: tuple[str, str, int]) -> RuntimeError:
+        """Return the error for a rank that has reported one."""
+        summary, trace, culprit = value
+        error = KINDS[kind]
+        if not issubclass(error, RankError):
+            return error(summary)
+        return error(f"{summary}\n{self._others(rank)}\n\nOn rank {rank}:\n{trace}", culprit)
+
+    def _others(self, rank: int) -> str:
+        """Say what every other rank is doing."""
+        lines = []
+        for r in range(len(self.pipes)):
+            status = self.region.status(r)
+            doing = str(status) if status.run == self.number else "had not begun"  # it says what it did in the last run
+            lines += [f"  rank {r}: {doing}"] if r != rank else []
+        return "\n".join(lines)
+
+
+def limit_waits(fd: int, seconds: float) -> None:
+    """Let reads and writes of a socket raise BlockingIOError after ``seconds`` without progress."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6) or 1)
+    with socket.socket(fileno=os.dup(fd)) as end:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)

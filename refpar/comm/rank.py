@@ -1,0 +1,131 @@
+"""What runs in each process of a world: it becomes a rank, and then answers one call after another.
+
+    from the caller                     number of the run (8 bytes), function and arguments
+    back, where it has returned         None, result, pieces sent less received
+          where it has raised           kind of error, (text, traceback, rank to blame), 0
+
+The first answer is to no call: that this rank is ready, or why it cannot be one. The pieces are counted so that
+the caller can tell, from the sum over all ranks, that somebody has sent what nobody has received.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from refpar import arrays
+from refpar.comm.communicator import Communicator
+from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
+from refpar.comm.ledger import Ledger
+from refpar.comm.mailbox import Mailboxes, Region
+from refpar.comm.pickled import from_bytes, result_in_bytes
+
+KINDS: dict[str, type[RankError] | type[arrays.Unavailable]] = {
+    "CollectiveMismatch": CollectiveMismatch,
+    "CommTimeout": CommTimeout,
+    "RankError": RankError,
+    "Unavailable": arrays.Unavailable,
+}
+"""Errors that reach the caller as what they are; every other becomes a RankError."""
+
+
+def rank_main(
+    region: Region, rank: int, pipe: Any, timeout: float | None, environ: dict[str, str], backend: str
+) -> None:
+    """Wait for calls and run them, until the pipe ends."""
+    transport = Mailboxes(region, rank, timeout)
+    xp: ModuleType = np
+    try:
+        _settle(environ)
+        xp = arrays.use(backend, rank)
+        pipe.send_bytes(pickle.dumps((None, "ready", 0)))
+    except Exception as error:
+        pipe.send_bytes(_failure(transport, error))
+    while True:
+        try:
+            data = pipe.recv_bytes()
+        except (EOFError, ConnectionError):
+            return
+        pipe.send_bytes(_run(transport, data, xp))
+
+
+def _settle(environ: dict[str, str]) -> None:
+    """Make this process a rank: bound to its parents, deaf to Ctrl-C, single-threaded."""
+    import ctypes
+
+    from multiprocess import forkserver
+    from threadpoolctl import threadpool_limits
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    server = os.getppid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != server:
+        os._exit(1)
+    # The fork server ends when the last holder of this descriptor does. That must be the caller.
+    alive, forkserver._forkserver._forkserver_alive_fd = forkserver._forkserver._forkserver_alive_fd, None
+    if alive is not None:
+        os.close(alive)
+    os.environ.clear()
+    os.environ.update(environ, OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS="1")
+    threadpool_limits(1)
+    check_subnormals()
+
+
+def check_subnormals() -> None:
+    """Raise where subnormal numbers are 0: a library may set that for its whole process (hypothesis#3156)."""
+    if not (np.float64(5e-324) > 0 and np.float16(6e-8) > 0):
+        raise FloatingPointError("a library in this process flushes subnormal numbers to zero")
+
+
+def _run(transport: Mailboxes, data: bytes, xp: ModuleType) -> bytes:
+    """Run one call; return what became of it: kind of error or None, result, pieces sent less received."""
+    number, call = int.from_bytes(data[:8], "little"), memoryview(data)[8:]
+    sent, received = transport.sent, transport.received
+    transport.begin(number)
+    try:
+        fn, args = from_bytes(call)
+        comm = Communicator(transport, tuple(range(transport.size)), "world", Ledger(), xp)
+        result = fn(comm, *args)
+        transport.finish()
+        value = result_in_bytes(result, xp)
+    except BaseException as error:
+        return _failure(transport, error)
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):  # None, closed, on a full disk: no reason to lose the result
+                stream.flush()
+    return pickle.dumps((None, value, (transport.sent - sent) - (transport.received - received)))
+
+
+def _failure(transport: Mailboxes, error: BaseException) -> bytes:
+    """Return the report of an error: its kind; summary, traceback, and the rank to blame."""
+    if not isinstance(error, CommTimeout):  # which leaves it known whom this rank waited for
+        transport.fail()
+    rank, text, trace = transport.rank, _shown(str, error), _shown(_trace, error)
+    for kind, known in KINDS.items():
+        if isinstance(error, known):
+            return pickle.dumps((kind, (text, trace, getattr(error, "rank", rank)), 0))
+    first = text if len(text) <= 200 and "\n" not in text else text[:200].partition("\n")[0] + " ..."
+    return pickle.dumps(("RankError", (f"rank {rank} raised {type(error).__name__}: {first}", trace, rank), 0))
+
+
+def _trace(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
+
+
+def _shown(show: Callable[[BaseException], str], error: BaseException) -> str:
+    """Return ``show(error)``, whatever the error's own methods do."""
+    try:
+        return show(error)
+    except BaseException as other:
+        return f"<its text cannot be shown: {type(other).__name__}>"
