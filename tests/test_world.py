@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, ring
+from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, processes, ring
 from refpar.comm.mailbox import WAITING, Chain, Status
 from refpar.comm.pool import limit_waits
 
@@ -209,6 +209,40 @@ def test_a_communicator_does_not_leave_its_rank(world: World) -> None:
 def test_a_closed_world_says_so() -> None:
     world = World(1)
     world.close()
+    with pytest.raises(RuntimeError, match="this World is closed"):
+        world.run(size_of_world)
+
+
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("moment", ["while the second rank starts", "when all have started"])
+def test_a_signal_handler_may_close_a_world_that_starts(
+    monkeypatch: pytest.MonkeyPatch, method: str, moment: str
+) -> None:
+    """The call says so, and no rank waits for the garbage collector."""
+    pids: list[int] = []
+
+    class Pool(processes.Pool):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            if moment == "when all have started":
+                signal.raise_signal(signal.SIGUSR1)
+
+        def _start(self, context: Any, starter: Any, rank: int, backend: str) -> None:
+            if rank == 1 and moment == "while the second rank starts":
+                signal.raise_signal(signal.SIGUSR1)
+            super()._start(context, starter, rank, backend)
+            pids.append(self.processes[-1].pid)
+
+    monkeypatch.setattr(processes, "Pool", Pool)
+    world = World(3, start_method=method)
+    before = signal.signal(signal.SIGUSR1, lambda *_: world.close())
+    try:
+        with pytest.raises(RuntimeError, match="this World was closed while its ranks started"):
+            world.run(size_of_world)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert pids
+    assert not any(map(alive, pids))
     with pytest.raises(RuntimeError, match="this World is closed"):
         world.run(size_of_world)
 
@@ -701,6 +735,29 @@ def test_ctrl_c_leaves_idle_ranks_alone(script: Any) -> None:
     time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)
     assert process.communicate(timeout=20) == ("True\n", "")
+
+
+@pytest.mark.parametrize("busy", ["time.sleep(0.5)", "time.sleep(60)"])
+def test_a_world_closed_in_the_middle_of_a_run_is_silent(script: Any, busy: str) -> None:
+    """Ranks whose result nobody takes any more print nothing, and those that compute on are not waited for in turn."""
+    process = script(
+        f"""
+        import signal, time
+        from refpar.comm import World
+
+        world = World(6)
+        world.run(lambda comm: None)
+        signal.signal(signal.SIGALRM, lambda *_: world.close())
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        began = time.monotonic()
+        try:
+            world.run(lambda comm: {busy})
+        except RuntimeError as error:
+            print(error, time.monotonic() - began < 4)
+        """
+    )
+    assert process.communicate(timeout=30) == ("this World was closed while it ran True\n", "")
+    assert group_is_empty(process)
 
 
 # Where a world is made

@@ -21,6 +21,7 @@ import select
 import signal
 import socket
 import struct
+import time
 from concurrent.futures import Executor
 from typing import Any
 
@@ -36,6 +37,8 @@ from refpar.comm.starting import (
     start_deaf,
     without_ctrl_c,
 )
+
+LAST_WORDS = 1.0  # seconds: for all ranks together, to leave the program as any process may
 
 
 class Pool:
@@ -136,8 +139,9 @@ class Pool:
         self.over = True
         for pipe in self.pipes:
             pipe.close()
+        limit = time.monotonic() + LAST_WORDS
         for process in self.processes:
-            process.join(1)
+            process.join(max(0, limit - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -34,6 +34,7 @@ from refpar.comm.pool import Pool
 from refpar.comm.starting import PROCESS_NAME
 
 MOST_RANKS = 512
+CLOSED_EARLY = "this World was closed while its ranks started"
 
 
 class World:
@@ -151,8 +152,18 @@ class World:
         if os.getpid() != self._owner:
             raise RuntimeError(f"this World belongs to process {self._owner}, not to {os.getpid()}; make one here")
         if self._pool is None:
-            self._pool = Pool(self._context, self._starter, self.ranks, self.timeout, self.backend)
-            self._finalizer = weakref.finalize(self, self._pool.kill)
+            try:
+                pool = Pool(self._context, self._starter, self.ranks, self.timeout, self.backend)
+            except Exception as error:
+                if self._closed:  # by a signal handler, under the hands of the start
+                    raise RuntimeError(CLOSED_EARLY) from error
+                raise
+            self._finalizer = weakref.finalize(self, pool.kill)
+            self._pool = pool
+            if self._closed:  # by one that came before there was a pool to end
+                self._pool = None
+                self._finalizer()
+                raise RuntimeError(CLOSED_EARLY)
         return self._pool
 
     def _forget(self) -> Pool:

@@ -47,15 +47,13 @@ def rank_main(
     try:
         _settle(environ)
         xp = arrays.use(backend, rank)
-        pipe.send_bytes(pickle.dumps((None, "ready", 0)))
+        first = pickle.dumps((None, "ready", 0))
     except Exception as error:
-        pipe.send_bytes(_failure(transport, error))
-    while True:
-        try:
-            data = pipe.recv_bytes()
-        except (EOFError, ConnectionError):
-            return
-        pipe.send_bytes(_run(transport, data, xp))
+        first = _failure(transport, error)
+    with contextlib.suppress(EOFError, ConnectionError):  # the caller has closed its end: there is nobody to answer
+        pipe.send_bytes(first)
+        while True:
+            pipe.send_bytes(_run(transport, pipe.recv_bytes(), xp))
 
 
 def _settle(environ: dict[str, str]) -> None:
