@@ -2,22 +2,28 @@
 
 Mixed precision (Micikevicius et al. 2017, section 3) computes in float16 and remembers in float32:
 
-    =====================  ==========  =========================================
-    what                   type        why
-    =====================  ==========  =========================================
-    weights, activations   float16     half the bytes, fast matrix products
-    products               float32     summed exactly, rounded once to float16
-    weight gradients       float32     as they leave a layer; rounded once where
-                                       they are stored (float16 in the paper)
-    master weights,        float32     an update of 2^-11 of a weight is lost
-    Adam's moments                     when it is added in float16
-    norms, flags, losses   float64     they are single numbers
-    =====================  ==========  =========================================
+    =====================  =======  =====  =============================================
+    what                   type     bytes  why
+    =====================  =======  =====  =============================================
+    weights                float16  2      fast matrix products, half the memory;
+    activations            float16         a product is summed in float32, rounded once
+    weight gradients       float16  2      float32 as they leave a layer, rounded once
+                                           where they are stored
+    master weights,        float32  4,     an update of 2^-12 of a weight is lost
+    Adam's m and v         float32  4 + 4  when it is added in float16
+    norms, flags, losses   float64         they are single numbers
+    =====================  =======  =====  =============================================
 
-Gradients below 2^-24 are zero in float16, and many are. The loss is therefore multiplied by a
+Held, then: 2 + 2 + 12 = 16 bytes a parameter, 18 where gradients are stored in float32, and 16
+where all is float32 and the weights are their own masters. Sent: partial sums of gradients in
+4 bytes, their results and weights in 2.
+
+A gradient of 2^-25 or less is zero in float16, and many are. The loss is therefore multiplied by a
 scale S before the backward pass, which multiplies every gradient, and the stored gradients are
-divided by S in float32 before anything looks at them. Too large an S overflows: then the step is
-skipped, on all ranks or on none, and S is lowered.
+divided by S in float32 before anything looks at them: at S = 2^15 one of 2^-25 is stored as 2^-10.
+Too large an S overflows: then the step is skipped and S is lowered. Each rank looks at the gradients
+it has (:func:`overflowed`), and :func:`refpar.parallel.hybrid.agree` makes what any one has seen the
+verdict of all, before anybody updates: a rank that skipped alone would drift from its replicas.
 """
 
 from __future__ import annotations

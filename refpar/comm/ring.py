@@ -1,20 +1,21 @@
 """Collectives on a ring, chunk by chunk, written on send and receive alone.
 
-All-reduce leaves the sum of everybody's array with everybody. The ring does it without any rank
-sending more than about twice the array, however many ranks there are. The array is cut into as
-many chunks as there are ranks; in each of 2(N-1) steps every rank sends one chunk to its right
-neighbour and receives one from its left. For N = 4, with ``a1`` chunk 1 of rank 0's array ``a``::
+All-reduce leaves the *sum* of everybody's array with everybody; never the mean: what to divide by is
+the caller's to say. The ring does it without any rank sending more than about twice the array, however
+many ranks there are. The array is cut into as many chunks as there are ranks; in each of 2(N-1) steps
+every rank sends one chunk to its right neighbour and receives one from its left. For N = 4, with
+``a1`` chunk 1 of rank 0's array ``a``::
 
             rank 0           rank 1           rank 2           rank 3
             a0 a1 a2 a3      b0 b1 b2 b3      c0 c1 c2 c3      d0 d1 d2 d3
 
     reduce-scatter: what arrives is added to one's own chunk, and that sum sent on
     step 0  send a3          send b0          send c1          send d2
-            a2+d2            b3+a3            c0+b0            d1+c1
+       has  a2+d2            b3+a3            c0+b0            d1+c1
     step 1  send a2+d2       send b3+a3       send c0+b0       send d1+c1
-            a1+d1+c1         b2+a2+d2         c3+b3+a3         d0+c0+b0
+       has  a1+d1+c1         b2+a2+d2         c3+b3+a3         d0+c0+b0
     step 2  send .. chunk 1  send .. chunk 2  send .. chunk 3  send .. chunk 0
-            0 complete       1 complete       2 complete       3 complete
+       has  0 complete       1 complete       2 complete       3 complete
 
     all-gather: what arrives is complete; it is kept, and sent on
     step 0  send 0, get 3    send 1, get 0    send 2, get 1    send 3, get 2
@@ -23,12 +24,14 @@ neighbour and receives one from its left. For N = 4, with ``a1`` chunk 1 of rank
 
 Sent: N-1 chunks in each half, so 2(N-1)/N of the array by every rank where N divides it, and
 2(N-1)n elements over all ranks always (:func:`refpar.split.ring_elements` has each rank's share).
-Held: the result. Every chunk is summed in one place, in one order, so all ranks hold the same bits.
+7 elements on 3 ranks are chunks of 3, 2 and 2, and the ranks send 9, 10 and 9: 28 in all.
+Held: the result, and beside a result in halves its partial sums. Every chunk is summed in one place,
+in one order, so all ranks hold the same bits.
 
 Halves: partial sums travel in ``accumulate``, float32 by default, and are rounded once, before the
 all-gather: 4 bytes an element in the first half, 2 in the second. ``accumulate="float16"`` halves
 the traffic of the first, rounds at every rank, and overflows where two finite gradients of 40,000
-meet (horovod/horovod#1699). There is no mean: what to divide by is the caller's to say.
+meet (horovod/horovod#1699).
 
 Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
 section 3; Sergeev & Del Balso 2018 (Horovod), section 3.

@@ -1,23 +1,23 @@
 """Activation checkpointing: keep a layer's input, and run it again when its gradient is wanted.
 
-A layer keeps what its backward pass needs, and a network of L blocks keeps L times that until the
-loss is known. Chen et al. 2016 ("Training deep nets with sublinear memory cost", section 4) keep
-only the input of a *segment* of k blocks, drop the rest, and compute it again segment by segment on
-the way back::
+Each of L equal blocks is given A bytes of input, hands on as many, and keeps B bytes for its backward
+pass, the input among them: L B + A in all, with the last output, until the loss is known. Chen et al.
+2016 ("Training deep nets with sublinear memory cost", section 4) keep only the input of a *segment* of
+k blocks, drop the rest, and compute it again segment by segment on the way back::
 
     L = 6, k = 2     forward     [b0 b1] [b2 b3] [b4 b5]      kept: the inputs of b0, b2, b4
                      backward    run b4 b5 again, backward;   alive: one segment's activations at a time
                                  run b2 b3 again, backward;
                                  run b0 b1 again, backward
 
-    kept     L/k inputs, and k blocks while they are recomputed: (L/k) A + k B bytes, for an input of A
-             and a block that keeps B; 2 sqrt(L) of them at k = sqrt(L)
+    kept     L/k inputs, and k blocks while they are recomputed: (L/k) A + k B bytes, where k divides L (the
+             last segment is shorter where not). At B = 3 A that is 9 A here, and without it 19 A
     cost     one more forward of what is wrapped: a third of the step, when backward is twice forward;
              wrapped in one another, one more for each level
 
-The square root is the best segment where a block keeps as much as its input. A GPT block keeps 17 times
-as much and more (Korthikanti et al. 2022, section 4.1): then one block a segment is best up to L = 2B/A,
-34 blocks, which is why it is what most people do. :func:`trade` has the table.
+The best k is sqrt(L A/B): sqrt(L) where a block keeps as much as its input, and then 2 sqrt(L) A are kept.
+A GPT block keeps 17 times as much and more (Korthikanti et al. 2022, section 4.1): then one block a segment
+is best up to L = 2B/A, 34 blocks, which is why it is what most people do. :func:`trade` has the table.
 
 The second forward repeats the bits of the first: its input is the same array, its parameters have
 not changed, and its random numbers are addressed, not drawn (:mod:`refpar.rng`). So gradients are

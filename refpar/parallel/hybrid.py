@@ -14,8 +14,9 @@ The order inside a step is that of :mod:`refpar.single`, with a reduction where 
     publish    everybody has the new weights                              dp      with ZeRO, the weights
 
 The words on the right are groups on the ledger: what is sent for a technique (``dp``, ``tp``, ``pp``, ``tied``) and
-what is sent to agree (``world``) are separate lines, and what is sent only to observe or to set up is on neither.
-:mod:`refpar.parallel.traffic` has the exact formula of each.
+what is sent to agree (``world``, 8 bytes a number) are separate lines, and what is sent only to observe or to set up
+is on neither. :mod:`refpar.parallel.traffic` has the exact formula of each. Who holds which slice of which unit, and
+which rows, is in :mod:`refpar.parallel.mesh` and :mod:`refpar.parallel.placement`.
 """
 
 from __future__ import annotations

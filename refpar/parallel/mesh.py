@@ -8,8 +8,9 @@ stages of the pipeline, which talk least. For ``dp=2, tp=2, pp=2``::
     replica d=0      rank 0  rank 1   ------>    rank 4  rank 5      tp: rows of this drawing
     replica d=1      rank 2  rank 3   ------>    rank 6  rank 7      dp: columns   pp: arrows
 
-Groups of up to three kinds meet in a rank. A fourth, ``tied``, joins the stages that hold one weight together:
-the first and the last, where embedding and head share theirs.
+So the rank is ``(p * dp + d) * tp + t``, for any sizes: they need not be powers of two, nor divide anything. Groups
+of up to three kinds meet in a rank: in rank 5 ``tp`` 4 5, ``dp`` 5 7 and ``pp`` 1 5. A fourth, ``tied``, joins the
+stages that hold one weight together: the first and the last, where embedding and head share theirs.
 """
 
 from __future__ import annotations

@@ -11,14 +11,17 @@ that does what the list says, whatever list it is::
     RecvGradient(m)    <-------  Backward(m)                  SendGradient(m)
     Backward(m)                  SendGradient(m)
 
-    held    1/K of the model, and the activations of every micro-batch that has gone forward and not yet back:
-            M of them for GPipe, min(M, K - stage) for 1F1B
-    sent    one activation forward and one gradient back for each micro-batch and boundary
+    held    about 1/K of the model (3 units on 2 stages are 2 and 1), and the activations of every micro-batch
+            that has gone forward and not yet back: M of them for GPipe, min(M, K - stage) for 1F1B
+    sent    for each micro-batch and boundary, rows * sequence * width elements onward, the activation, and as
+            many back, its gradient. 2 rows of 4 tokens, 10 wide, in 3 micro-batches are messages of 40, 40 and 0
     idle    (K-1)/(M+K-1) of the step, at equal costs (Huang et al. 2018, section 2.3)
 
 A stage's own gradients add up over micro-batches as they would on one device, so the schedule changes the
-order of additions and nothing else. Every stage divides by the same global token count, which is known
-before the first micro-batch starts; a stage that divided by its own would have none to divide by.
+order of additions and nothing else. A weight that two stages hold, as embedding and head do where they are tied,
+has half of its gradient on each: :func:`refpar.parallel.hybrid.tied_sum` adds the halves up on both, once a step,
+after the last backward pass. Every stage divides by the same global token count, which is known before the first
+micro-batch starts; a stage that divided by its own would have none to divide by.
 
 Messages between two stages arrive in the order in which they were sent, so they carry no tag. The receiver
 has to know the shape: it travels ahead of the first activation of a step, and counts as set-up.

@@ -1,11 +1,22 @@
 """Who works on which rows, who holds which elements, and how the pieces become one again.
 
 Every split follows one rule, that of :func:`refpar.split.sizes`: near-even, the first parts one
-longer. Rows are split over data-parallel replicas, a replica's rows over its micro-batches.
+longer. Rows are split over data-parallel replicas, a replica's rows over its micro-batches; a weight over
+tensor-parallel ranks along its axis, and what each of those holds, flat, over replicas by ZeRO::
+
+    5 rows on 3 replicas, in 2 micro-batches    d=0: 0 | 1    d=1: 2 | 3    d=2: 4 | none
+
+    a weight (3, 5), axis 1, on 2 ranks         t=0           t=1            flat positions
+                                                0 1 2         3 4
+                                                5 6 7         8 9
+                                                10 11 12      13 14
+    and with ZeRO on 2 replicas, d=0 owns       0 1 2 5 6     3 4 8
+                                 d=1 owns       7 10 11 12    9 13 14
 
 A rank's result is a set of *pieces*: for a name, the global flat positions it speaks for and the
 values there. Where several ranks hold the same elements one of them speaks, so that putting the
-pieces together writes every element exactly once. :func:`assemble` insists on that.
+pieces together writes every element exactly once. :func:`assemble` insists on that. Nothing here is sent:
+who holds what follows from sizes and rank numbers alone.
 """
 
 from __future__ import annotations

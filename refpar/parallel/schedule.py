@@ -14,12 +14,14 @@ at equal costs they also take the same time. They differ in how many micro-batch
               stage 1     .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .        2
               stage 2     .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .        1
 
-**Time.** A stage works for M of M + K - 1 turns. Its idle time, the *bubble*, is (K - 1)/(M + K - 1) of the
-step, or (K - 1)/M of the ideal step without idling. Papers use both; they are different numbers.
+**Time.** A stage works for M of M + K - 1 turns, a turn being a forward and a backward pass. Its idle time, the
+*bubble*, is (K - 1)/(M + K - 1) of the step, 1/3 above, or (K - 1)/M of the ideal step without idling, 1/2
+above. Papers use both; they are different numbers.
 
-**Sent.** Each of the K - 1 boundaries carries M activations one way and M gradients back.
+**Sent.** Each of the K - 1 boundaries carries M activations one way and M gradients back, 16 messages above.
 
-**Held.** What a stage saves for the backward pass, once for each micro-batch alive.
+**Held.** A slice of the model, 3, 2 and 2 of 7 units (:func:`stages_of`); and what it saves for the backward
+pass, once for each micro-batch alive.
 
 **Deadlock.** Messages between two ranks arrive in the order in which they were sent and carry no tag. If a
 send waits for its receive to be posted (rendezvous), 1F1B deadlocks for every K >= 2 and M >= 2: a stage

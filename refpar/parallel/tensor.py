@@ -15,17 +15,24 @@ just as the row-parallel half wants them, and whatever is elementwise may stand 
     f    forward nothing      backward all-reduce: every rank's columns depend on x
     g    forward all-reduce   backward nothing
 
-So a block sends two all-reduces forward and two backward, one in each direction for the MLP and one for
-attention; running the forward pass again for checkpointing sends its own once more. The bias of a row-parallel
-layer is added after *g*, once; added on every rank before it, it would count tp times (slapo#10).
+The bias of a row-parallel layer is added after *g*, once; added on every rank before it, it would count tp
+times (slapo#10).
 
 The vocabulary is cut too. A rank embeds the tokens it has rows for and zeros for the others, *g* makes them
 whole; the output projection is column-parallel; and the cross-entropy works on the logits where they are:
 their maximum, the sum of their exponentials and the target's logit are all that travels, three numbers a
-token instead of the vocabulary.
+token instead of the vocabulary. So what is all-reduced, in elements a token, is::
 
-    held    a slice of every weight with an ``axis``; norms, positions and row-parallel biases whole
-    sent    2 (N-1)/N of an activation by each rank, 4 times a block, whatever the model's width over tp
+                       forward            backward
+    embedding          width, g           -
+    each block         2 width, 2 g       2 width, 2 f       where it is recomputed, its forward once more
+    head               -                  width, f
+    cross-entropy      1 + 2              -
+
+    held    a slice of every weight with an ``axis``; norms, positions and row-parallel biases whole. Slices are
+            near-even: of 5 heads rank 0 of 2 has 3, and rank 1 has 2. Fewer heads, or words, than ranks are refused
+    sent    2 (N-1)/N of what is all-reduced by each rank, in 4 bytes an element (8 where all is in float64). A GPT
+            of 1 block, 10 wide, with 8 tokens, on 2 ranks: 8 (10 + 40 + 10 + 3) = 504 elements from each
 
 Partial sums leave a product in float32, are summed in float32 and rounded once: rounded first, their error
 is that of tp roundings. What every rank holds whole gets the same gradient bits on every rank, because

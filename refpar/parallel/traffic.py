@@ -1,14 +1,18 @@
 """What each rank sends in a step, by group, as an exact formula: from sizes alone, without running anything.
 
-========  ====================================================================================  =================
-group     what                                                                                  formula
-========  ====================================================================================  =================
-``dp``    gradients to their owners or to all, and with ZeRO the weights back                   ``data``, ``zero``
-``tp``    an activation for each f and g, a few numbers a token for the loss                    ``tensor``
-``pp``    an activation onward and a gradient back for each micro-batch and boundary            ``pipeline``
-``tied``  the gradient of a weight that several stages hold                                     here
-``world`` the count (one number), and loss, norm and flag (three)                               here
-========  ====================================================================================  =================
+========  ===================================================  ===================  =================
+group     what                                                 bytes an element     formula
+                                                               (mixed precision)
+========  ===================================================  ===================  =================
+``dp``    gradients, summed on their way to owners or to all   4                    ``data``, ``zero``
+          sums to all, or with ZeRO weights from their owners  2
+``tp``    an activation for each f and g, a few numbers a      4                    ``tensor``
+          token for the loss
+``pp``    an activation onward and a gradient back for each    2                    ``pipeline``
+          micro-batch and boundary
+``tied``  the gradient of a weight that several stages hold    4 to sum, 2 to give  here
+``world`` the count (one number); loss, norm, flag (three)     8                    here
+========  ===================================================  ===================  =================
 
 A run's ledger must show these numbers, to the byte.
 """

@@ -1,41 +1,51 @@
 """ZeRO: data parallel in which no rank keeps what another rank keeps too.
 
 Data parallel holds N copies of everything. ZeRO (Rajbhandari et al. 2019, section 5) gives each
-parameter's elements to N *owners* and lets the others drop, stage by stage, what they do not own::
+parameter's elements to N *owners* and lets the others drop, stage by stage, what they do not own.
+For psi parameters in mixed precision::
 
-                    weights        gradients      masters, moments    bytes a rank, mixed precision
-    data parallel   all            all            all                 16 psi
+                    weights        gradients      masters, moments    bytes held by a rank
+    data parallel   all, 2 psi     all, 2 psi     all, 12 psi         16 psi
     stage 1         all            all            own                 (4 + 12/N) psi
     stage 2         all            own            own                 (2 + 14/N) psi
     stage 3         own            own            own                 16 psi / N
 
-    7 elements on 3 ranks:   rank 0 owns 0 1 2     rank 1 owns 3 4     rank 2 owns 5 6
+Each parameter is split by itself, near-evenly, the first owners having one element more. So there is
+no padding, a tied weight has the same owners wherever it stands, and small ones fill the first ranks::
+
+    on 3 ranks      of 7     of W0 (3, 2)   b0 (2,)   W1 (2, 1)   b1 (1,)   of these 11
+    rank 0 owns     0 1 2    0 1            0         0           0         5
+    rank 1 owns     3 4      2 3            1         1           -         4
+    rank 2 owns     5 6      4 5            -         -           -         2
 
 The all-reduce of data parallel falls into its two halves, with the update between them: gradients
 are *reduce-scattered*, each rank getting the sum of what it owns; each updates that; and the new
-weights are *all-gathered*. Either half sends (N-1)/N of psi from each rank. Over all ranks, for M
-micro-batches::
+weights are *all-gathered*. To scatter, a rank sends all but its own, and to gather, all but what its
+right neighbour owns: either half is (N-1) psi elements over all ranks. For M micro-batches::
 
-    stage 1     gradients once, when they are final; weights once              2 (N-1) psi
-    stage 2     gradients every micro-batch, then dropped; weights once        (M+1) (N-1) psi
-    stage 3     weights gathered for each unit, forward and again backward,    3 M (N-1) psi
-                and dropped; gradients every micro-batch
+                                                       elements sent    7 on 3 ranks, M = 1, sent from
+                                                       by all ranks     rank 0  rank 1  rank 2  all
+    stage 1   gradients once, when they are final;     2 (N-1) psi      4+5     5+5     5+4     28
+              weights once
+    stage 2   gradients every micro-batch, and then    (M+1) (N-1) psi  4+5     5+5     5+4     28
+              dropped; weights once
+    stage 3   gradients every micro-batch; weights     3 M (N-1) psi    4+5+5   5+5+5   5+4+4   42
+              for each unit, forward and again
+              backward, and then dropped
 
-With M = 1 that is the paper's "no more than data parallel" for stages 1 and 2 and its 1.5 times for
-stage 3 (section 7). A tied weight counts once for each unit that uses it wherever gradients or
-weights stream: in the M of stage 2, and in all of stage 3.
+With M = 1 that is the paper's "no more than data parallel" for stages 1 and 2, and its 1.5 times for
+stage 3 (section 7): three halves of an all-reduce in place of two. In bytes of mixed precision, where
+sums of gradients travel in 4 and weights in 2, it is (4+2+2)/(4+2) = 4/3. A tied weight counts once for
+each unit that uses it wherever gradients or weights stream: in the M of stage 2, and in all of stage 3.
 
 The most that is alive at once, beside what is held: in stages 2 and 3 the gradients of one unit,
 until it has run backward and they are handed over; in stage 3 the weights of one unit, while it runs.
 
-Each parameter is split by itself, by the one split rule. So there is no padding, a parameter smaller
-than N leaves some owners with nothing, and a tied weight has the same owners wherever it stands.
-
-The words of PyTorch's FSDP (Zhao et al. 2023) for the same things: a *unit* is a wrapped module,
-gathering is "unshard", dropping "reshard"; stage 3 is ``FULL_SHARD``, data parallel ``NO_SHARD``, and stage
-2 ``SHARD_GRAD_OP``, which gathers weights ahead of the forward pass where stage 2 publishes them after
-the update. FSDP keeps the last unit gathered between its forward and its backward pass; here every
-unit is dropped, and the count is exact.
+In PyTorch's FSDP (Zhao et al. 2023) a *unit* is a wrapped module, gathering is "unshard", dropping
+"reshard"; stage 3 is ``FULL_SHARD``, data parallel ``NO_SHARD``, and stage 2 ``SHARD_GRAD_OP``, which
+gathers weights ahead of the forward pass where stage 2 publishes them after the update. FSDP keeps the
+last unit gathered between its forward and its backward pass; here every unit is dropped, and the count
+is exact.
 """
 
 from __future__ import annotations
