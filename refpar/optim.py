@@ -2,7 +2,8 @@
 
 The update is elementwise, so it does not matter which elements are at hand: a whole parameter, a
 ZeRO shard, one slice of a tensor-parallel weight. It is done in place on ``p`` and on its ``state``,
-arrays of one type and shape, float32 or float64; ``g`` is left alone.
+arrays of one type and shape, float32 or float64; ``g`` is left alone. Sent: nothing. Held for
+each element beside the parameter: nothing for SGD, one number with momentum, two for Adam, m and v.
 
 A skipped step (an overflow, a step without tokens) calls nothing here: ``t`` counts the updates that
 were made (NeMo#3293).
