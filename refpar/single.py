@@ -5,7 +5,7 @@ A step is::
     count      tokens that count in the whole batch, from the mask alone
     forward    the loss as a *sum* over tokens
     backward   starts from seed = scale / count; gradients of every parameter, last layer first
-    unscale    divide by what is left to divide by
+    unscale    divide by the scale; by scale * count where backward has started from the scale alone
     flag       is any gradient infinite or NaN?
     norm       of all gradients together
     clip       shrink them to the allowed norm

@@ -14,6 +14,7 @@ k blocks, drop the rest, and compute it again segment by segment on the way back
              last segment is shorter where not). At B = 3 A that is 9 A here, and without it 19 A
     cost     one more forward of what is wrapped: a third of the step, when backward is twice forward;
              wrapped in one another, one more for each level
+    sent     nothing, but by what is wrapped: under tensor parallelism its forward all-reduces once more
 
 The best k is sqrt(L A/B): sqrt(L) where a block keeps as much as its input, and then 2 sqrt(L) A are kept.
 A GPT block keeps 17 times as much and more (Korthikanti et al. 2022, section 4.1): then one block a segment

@@ -13,12 +13,14 @@ elements on 3 ranks::
       results    sends 5            sends 5            sends 4      N-1 chunks, complete
     update       the same numbers, so the same weights: replicas stay equal bit for bit
 
-What divides is the number of tokens of the *whole* batch, known before the backward pass starts;
-a mean of the ranks' means would be wrong as soon as they have unequal numbers of tokens.
+What divides is the number of tokens of the *whole* batch, one number that is summed before the backward
+pass starts (:func:`refpar.parallel.hybrid.count_everywhere`); a mean of the ranks' means would be wrong as
+soon as they have unequal numbers of tokens.
 
 Gradients are reduced while the backward pass is still running: last layer first, gathered up in
 *buckets* so that a small bias does not pay for a message of its own (Li et al. 2020, "PyTorch
-Distributed", section 3.2). A gradient is final when the first unit that uses it has run backward,
+Distributed", section 3.2; :func:`bucketed` keeps what tensor parallelism would slice apart from
+what it would not). A gradient is final when the first unit that uses it has run backward,
 in the last micro-batch; micro-batches before that are added up locally and send nothing.
 
     held     everything, on every rank: in mixed precision 16 bytes a parameter (:mod:`refpar.precision`)

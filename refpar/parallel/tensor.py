@@ -12,8 +12,8 @@ just as the row-parallel half wants them, and whatever is elementwise may stand 
     x --f--> up (columns) --> GELU --> down (rows) --g--> + bias
     x --f--> qkv (heads)  --> attention of own heads --> proj (rows) --g--> + bias
 
-    f    forward nothing      backward all-reduce: every rank's columns depend on x
-    g    forward all-reduce   backward nothing
+    f    forward nothing           backward all-reduce of dx: every rank's columns depend on all of x
+    g    forward all-reduce of y   backward nothing: dy is whole already
 
 The bias of a row-parallel layer is added after *g*, once; added on every rank before it, it would count tp
 times (slapo#10).
@@ -29,8 +29,9 @@ token instead of the vocabulary. So what is all-reduced, in elements a token, is
     head               -                  width, f
     cross-entropy      1 + 2              -
 
-    held    a slice of every weight with an ``axis``; norms, positions and row-parallel biases whole. Slices are
-            near-even: of 5 heads rank 0 of 2 has 3, and rank 1 has 2. Fewer heads, or words, than ranks are refused
+    held    a slice of every weight with an ``axis``; norms, positions and row-parallel biases whole; activations
+            whole between blocks, cut between f and g. Slices are near-even: of 5 heads rank 0 of 2 has 3, and
+            rank 1 has 2. Fewer heads, or words, than ranks are refused
     sent    2 (N-1)/N of what is all-reduced by each rank, in 4 bytes an element (8 where all is in float64). A GPT
             of 1 block, 10 wide, with 8 tokens, on 2 ranks: 8 (10 + 40 + 10 + 3) = 504 elements from each
 
