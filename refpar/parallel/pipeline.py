@@ -19,7 +19,7 @@ that does what the list says, whatever list it is::
 
 A stage's own gradients add up over micro-batches as they would on one device, so the schedule changes the
 order of additions and nothing else. A weight that two stages hold, as embedding and head do where they are tied,
-has half of its gradient on each: :func:`refpar.parallel.hybrid.tied_sum` adds the halves up on both, once a step,
+has a part of its gradient on each: :func:`refpar.parallel.hybrid.tied_sum` adds the parts up on both, once a step,
 after the last backward pass. Every stage divides by the same global token count, which is known before the first
 micro-batch starts; a stage that divided by its own would have none to divide by.
 
