@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import hashlib
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -21,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refpar import rng
+from refpar.checks import fix, real, short, whole
 from refpar.nn.checkpoint import segment_length
 from refpar.nn.models import GPT, MLP, initial_value
 from refpar.optim import SGD, Adam, AdamW, new_state
@@ -28,17 +28,24 @@ from refpar.precision import LossScaler, Outcome, Precision, to_compute
 
 HostArray = npt.NDArray[Any]
 SCHEDULES = ("1f1b", "gpipe")
+MOST_MICRO_BATCHES = 1 << 16
+"""Each is some instructions of a schedule that is made as a whole, whether it has rows or not."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one step.
+    """The rows of one step: arrays, or what ``numpy.asarray`` makes some of.
 
     Attributes
     ----------
     inputs : ``(rows, sequence)`` token numbers, or ``(rows, width)`` numbers
     targets : ``(rows, sequence)`` token numbers, or ``(rows, width)`` numbers
     mask : bool, ``(rows, sequence)`` or ``(rows,)``: which targets count
+
+    Raises
+    ------
+    ValueError
+        Where they are no numbers, or not of equally many rows. A masked array is refused: its mask would be lost.
     """
 
     inputs: HostArray
@@ -46,6 +53,8 @@ class Batch:
     mask: HostArray
 
     def __post_init__(self) -> None:
+        for name in ("inputs", "targets", "mask"):
+            object.__setattr__(self, name, array(f"Batch {name}", getattr(self, name)))
         if not len(self.inputs) == len(self.targets) == len(self.mask):
             lengths = len(self.inputs), len(self.targets), len(self.mask)
             raise ValueError(f"a Batch has inputs, targets and mask of {lengths} rows: they must be equally many")
@@ -64,6 +73,22 @@ class Batch:
         """Return the batch as arrays of ``xp``, numbers that are not token numbers in ``dtype``."""
         inputs, targets = (x if x.dtype.kind in "iu" else x.astype(dtype) for x in (self.inputs, self.targets))
         return Batch(xp.asarray(inputs), xp.asarray(targets), xp.asarray(self.mask))
+
+
+def array(name: str, x: Any) -> Any:
+    """Return an array of numbers: ``x`` itself, on whatever device, or what ``numpy.asarray`` makes of a list."""
+    if not isinstance(getattr(x, "dtype", None), np.dtype):
+        try:
+            x = np.asarray(x)
+        except (ValueError, TypeError, RuntimeError) as error:
+            raise ValueError(f"{name} is {short(x)}: NumPy makes no array of it: {error}") from None
+    if not x.ndim or x.dtype.kind not in "biuf":
+        raise ValueError(f"{name} is of {x.dtype} and of shape {x.shape}: it must be an array of numbers, a row each")
+    if isinstance(x, np.ma.MaskedArray):
+        raise ValueError(
+            f"{name} is a masked array: say by the Batch's mask which targets count, and give plain arrays"
+        )
+    return x
 
 
 @dataclass(frozen=True)
@@ -93,16 +118,21 @@ class Case:
     frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, kinds in (("model", (GPT, MLP)), ("optimizer", (SGD, Adam)), ("precision", (Precision,))):
+            if not isinstance(getattr(self, name), kinds):
+                words = " or ".join(f"a refpar.{kind.__name__}" for kind in kinds)
+                raise ValueError(f"Case {name} is {short(getattr(self, name))}: it must be {words}")
         if self.divide not in ("before", "after"):
             raise ValueError(f"Case divide is {self.divide!r}: it must be 'before' or 'after'")
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"Case clip is {self.clip}: it must be positive, or None for no clipping")
+        fix(self, whole, "seed")
+        if self.clip is not None:
+            fix(self, real, "clip", positive=True)
         cut_later = isinstance(self.batches, TextBatches)  # and then one is like all
         if not cut_later:
-            object.__setattr__(self, "batches", tuple(self.batches))
+            object.__setattr__(self, "batches", tuple_of(self, "batches", Batch))
         for number, batch in enumerate(self.batches[:1] if cut_later else self.batches):
             check_batch(self.model, batch, f"batch {number}")
-        object.__setattr__(self, "frozen", tuple(self.frozen))
+        object.__setattr__(self, "frozen", tuple_of(self, "frozen", str))
         for name in self.frozen:
             if not any(below(known, name) for known in self.model.build().specs):
                 raise ValueError(
@@ -113,6 +143,18 @@ class Case:
     def frozen_names(self) -> frozenset[str]:
         """The parameters that get no gradient, no update and no optimizer state."""
         return frozen_names(self.model.build().specs, self.frozen) if self.frozen else frozenset()
+
+
+def tuple_of(case: Case, name: str, kind: type) -> tuple[Any, ...]:
+    """Return a sequence of a case as a tuple."""
+    given = getattr(case, name)
+    if isinstance(given, str | Batch) or not isinstance(given, Iterable):
+        raise ValueError(f"Case {name} is {short(given)}: it must be a sequence, each a {kind.__name__}")
+    values = tuple(given)
+    for value in values:
+        if not isinstance(value, kind):
+            raise ValueError(f"Case {name} has {short(value)}: each must be a {kind.__name__}")
+    return values
 
 
 def check_batch(model: GPT | MLP, batch: Batch, what: str) -> None:
@@ -166,7 +208,7 @@ class Layout:
     zero : what replicas do not keep twice: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too
     micro_batches : parts in which a replica takes its rows, one after the other
     schedule : order of forward and backward passes, ``"1f1b"`` or ``"gpipe"``
-    recompute : activation checkpointing: ``"none"``, ``"block"``, ``"sqrt"``, or a number of blocks
+    recompute : activation checkpointing: ``"none"``, ``"block"``, ``"sqrt"``, or a number of blocks, kept as text
     bucket : elements that are gathered up before gradients are reduced together
     stages : units of each pipeline stage, as numbers or as ``"3+2+1"``; none given, they are split near-evenly
     """
@@ -183,16 +225,14 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", counts(self.stages))
-        for name in ("dp", "tp", "pp", "micro_batches", "bucket"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"Layout {name} is {value!r}: it must be a whole number of at least 1")
-        if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
-            raise ValueError(f"Layout zero is {self.zero!r}: it must be 0, 1, 2 or 3")
+        fix(self, whole, "dp", "tp", "pp", "bucket", least=1)
+        fix(self, whole, "micro_batches", least=1, most=MOST_MICRO_BATCHES)
+        fix(self, whole, "zero", least=0, most=3)
         if self.schedule not in SCHEDULES:
             raise ValueError(f"Layout schedule is {self.schedule!r}: it must be one of {', '.join(SCHEDULES)}")
         if self.stages and len(self.stages) != self.pp:
             raise ValueError(f"Layout stages is {self.stages}: it must give the units of each of pp={self.pp} stages")
+        object.__setattr__(self, "recompute", str(self.recompute))
         segment_length(self.recompute, 1)
 
     @property
@@ -203,24 +243,25 @@ class Layout:
     @classmethod
     def parse(cls, text: str) -> Layout:
         """Read ``"dp=2,micro_batches=3"``; hyphens and underscores are the same."""
-        types = typing.get_type_hints(cls)
+        known = [f.name for f in dataclasses.fields(cls)]
         values: dict[str, Any] = {}
         for part in filter(None, (p.strip() for p in text.split(","))):
-            key, equals, value = part.partition("=")
-            key = key.strip().replace("-", "_")
-            if key not in types:
-                near = difflib.get_close_matches(key, types, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(types)}"
+            key, equals, value = (word.strip() for word in part.partition("="))
+            key = key.replace("-", "_")
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
                 raise ValueError(f"layout key {key!r} is unknown: {hint}")
-            if not equals:
+            if not equals or not value:
                 raise ValueError(f"layout {part!r} has no value: write {key}=VALUE")
-            if key == "stages":
-                values[key] = counts(value)
-                continue
+            if key in values:
+                raise ValueError(f"layout {key} is given twice, as {values[key]} and as {value}")
             try:
-                values[key] = types[key](value)
+                values[key] = value if key in ("schedule", "recompute", "stages") else int(value)
             except ValueError:
-                raise ValueError(f"layout {key} is {value!r}: it must be a whole number") from None
+                raise ValueError(f"layout {key} is {short(value)}: it must be a whole number") from None
+        if not values:
+            raise ValueError(f"layout {text!r} says nothing: write KEY=VALUE, such as dp=2, of {', '.join(known)}")
         return cls(**values)
 
     def __str__(self) -> str:
@@ -239,12 +280,11 @@ def counts(stages: Any) -> tuple[int, ...]:
         Where a stage has no units, or no number of them.
     """
     try:
-        given = tuple(int(part) for part in stages.split("+") if stages) if isinstance(stages, str) else tuple(stages)
+        given = [int(part) for part in stages.split("+") if stages] if isinstance(stages, str) else stages
+        return tuple(whole("stage", count, least=1) for count in given)
     except (ValueError, TypeError):
-        given = (0,)
-    if any(isinstance(count, bool) or not isinstance(count, int) or count < 1 for count in given):
-        raise ValueError(f"Layout stages is {stages!r}: it must be whole numbers of at least 1, such as 3+2+1")
-    return given
+        must = "it must be whole numbers of at least 1, such as 3+2+1"
+        raise ValueError(f"Layout stages is {short(stages)}: {must}") from None
 
 
 @dataclass
@@ -467,6 +507,8 @@ class TextBatches(Sequence[Batch]):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        fix(self, whole, "rows", "context", least=1)
+        fix(self, whole, "seed")
         size, context = len(self.data), self.context
         if size <= context:
             raise ValueError(f"the text has {size} bytes: one row of {context} needs at least {context + 1}")
@@ -495,4 +537,6 @@ class TextBatches(Sequence[Batch]):
 
 def text_batches(data: bytes, *, steps: int, rows: int, context: int, seed: int = 0) -> tuple[Batch, ...]:
     """Return :class:`TextBatches` as a tuple, all of them cut."""
-    return tuple(TextBatches(data, range(steps), rows, context, seed))
+    if not isinstance(data, bytes | bytearray | memoryview):
+        raise ValueError(f"text_batches data is {short(data)}: it must be bytes, such as open(path, 'rb').read()")
+    return tuple(TextBatches(data, range(whole("text_batches steps", steps, 0)), rows, context, seed))

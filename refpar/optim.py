@@ -12,12 +12,13 @@ were made (NeMo#3293).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from refpar.arrays import Array, array_module
+from refpar.checks import fix, real, short, whole
 from refpar.nn.layer import ParamSpec
 
 
@@ -46,7 +47,7 @@ class SGD:
 
     def __post_init__(self) -> None:
         _check(self)
-        _within("momentum", self.momentum)
+        fix(self, real, "momentum", below=1)
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -74,13 +75,11 @@ class Adam:
 
     def __post_init__(self) -> None:
         _check(self)
-        object.__setattr__(self, "betas", tuple(self.betas))
-        if len(self.betas) != 2:
-            raise ValueError(f"betas must be two numbers, not {self.betas!r}")
-        for i, beta in enumerate(self.betas):
-            _within(f"betas[{i}]", beta)
-        if not self.eps >= 0:
-            raise ValueError(f"eps must be at least 0, not {self.eps!r}")
+        betas, name = tuple(self.betas) if isinstance(self.betas, Iterable) else (), f"{type(self).__name__} betas"
+        if len(betas) != 2:
+            raise ValueError(f"{name} is {short(self.betas)}: it must be two numbers")
+        object.__setattr__(self, "betas", tuple(real(f"{name}[{i}]", beta, below=1) for i, beta in enumerate(betas)))
+        fix(self, real, "eps")
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -176,14 +175,5 @@ def clip_factor(norm: float, max_norm: float | None) -> float:
 
 
 def _check(optimizer: Optimizer) -> None:
-    if not optimizer.lr >= 0:
-        raise ValueError(f"lr must be at least 0, not {optimizer.lr!r}")
-    if not optimizer.weight_decay >= 0:
-        raise ValueError(f"weight_decay must be at least 0, not {optimizer.weight_decay!r}")
-    if isinstance(optimizer.warmup, bool) or not isinstance(optimizer.warmup, int) or optimizer.warmup < 0:
-        raise ValueError(f"warmup must be a number of updates, at least 0, not {optimizer.warmup!r}")
-
-
-def _within(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"{name} must be at least 0 and below 1, not {value!r}")
+    fix(optimizer, real, "lr", "weight_decay")
+    fix(optimizer, whole, "warmup", least=0)

@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from refpar import GPT, MLP, SGD, AdamW, Batch, Case, Layout, rng, text_batches
 from refpar.arrays import accumulator, total, widen
+from refpar.case import State
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, mailbox, ring
 from refpar.comm.mailbox import IN_CALL, RETURNED, Mailboxes, Region
 
@@ -93,6 +95,80 @@ def test_numbers_of_numpy_are_numbers() -> None:
     with World(np.int64(2), timeout=np.float32(30)) as world:  # type: ignore[arg-type]
         assert world.run(lambda comm: comm.size) == [2, 2]
         assert type(world.ranks) is int
+
+
+def a_case(**changes: Any) -> Case:
+    """Return a case of two rows, with something in it that is not what it should be."""
+    batch = Batch([[1.0, 2.0, 3.0]] * 2, [[1.0, 2.0]] * 2, [True, False])
+    return Case(**{"model": MLP((3, 2)), "optimizer": SGD(lr=0.1), "batches": [batch], **changes})
+
+
+def test_numbers_of_numpy_become_pythons() -> None:
+    """A seed draws the same, a saved run belongs to the same case, and JSON and a layout's text are the same."""
+    numpys = a_case(
+        model=MLP((np.int32(3), np.uint8(2))), optimizer=AdamW(np.float64(0.1), warmup=np.int64(2)), seed=np.int64(3),
+        clip=np.float32(0.5),
+    )  # fmt: skip
+    pythons = a_case(optimizer=AdamW(0.1, warmup=2), seed=3, clip=0.5)
+    assert State.initial(numpys).identity == State.initial(pythons).identity
+    for name, x in State.initial(pythons).parameters.items():
+        assert np.array_equal(State.initial(numpys).parameters[name], x)
+    assert rng.bits((3,), 0, 1) != rng.bits((np.int64(3),), 0, 1)  # which is why
+    numpys_layout = Layout(dp=np.int64(2), zero=np.int8(1), pp=2, stages=(np.int64(1), 1), recompute=np.int64(2))
+    assert str(numpys_layout) == "dp=2,pp=2,zero=1,recompute=2,stages=1+1"
+    assert numpys_layout == Layout(dp=2, zero=1, pp=2, stages="1+1", recompute=2)
+
+
+def test_lists_are_rows() -> None:
+    """As they are for NumPy."""
+    batch = a_case().batches[0]
+    assert (batch.inputs.shape, batch.targets.dtype.name, batch.mask.tolist()) == ((2, 3), "float64", [True, False])
+
+
+ROWS, TARGETS, MASK = np.ones((2, 3)), np.ones((2, 2)), np.ones(2, bool)
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a masked array": (lambda: Batch(np.ma.masked_greater(ROWS, 0), TARGETS, MASK), "Batch inputs is a masked array"),
+    "a masked mask": (lambda: Batch(ROWS, TARGETS, np.ma.masked_equal(MASK, 0)), "Batch mask is a masked array"),
+    "rows of several lengths": (lambda: Batch([[1], [1, 2]], TARGETS, MASK), r"Batch inputs is \[\[1\], \[1, 2\]\]"),
+    "words": (lambda: Batch([["a", "b"]], TARGETS, MASK), "Batch inputs is .* must be an array of numbers"),
+    "objects": (lambda: Batch(ROWS, [[None, 1.0]], MASK), "Batch targets is .* must be an array of numbers"),
+    "complex numbers": (lambda: Batch(ROWS * 1j, TARGETS, MASK), "Batch inputs is .* must be an array of numbers"),
+    "a number for rows": (lambda: Batch(1.0, TARGETS, MASK), r"Batch inputs is of float64 and of shape \(\)"),
+    "a mask of numbers": (lambda: Batch(ROWS, TARGETS, [1, 0]), "mask of int64: it must be bool"),
+    "no model": (lambda: a_case(model="gpt2"), "Case model is 'gpt2': it must be a refpar.GPT or a refpar.MLP"),
+    "no optimizer": (lambda: a_case(optimizer=0.1), "Case optimizer is 0.1: it must be a refpar.SGD"),
+    "a class of optimizer": (lambda: a_case(optimizer=SGD), "Case optimizer is <class"),
+    "a type for a precision": (lambda: a_case(precision="float32"), "Case precision is 'float32': it must be a refpar"),
+    "a seed that is text": (lambda: a_case(seed="x"), "Case seed is 'x': it must be a whole number"),
+    "a seed that is true": (lambda: a_case(seed=True), "Case seed is True"),
+    "a clip that is text": (lambda: a_case(clip="x"), "Case clip is 'x': it must be a number above 0"),
+    "a clip of 0": (lambda: a_case(clip=0), "Case clip is 0: it must be a number above 0"),
+    "a clip that is infinite": (lambda: a_case(clip=np.inf), "Case clip is inf"),
+    "one batch for several": (lambda: a_case(batches=a_case().batches[0]), "Case batches is Batch.* a sequence"),
+    "no batches": (lambda: a_case(batches=None), "Case batches is None: it must be a sequence, each a Batch"),
+    "numbers for batches": (lambda: a_case(batches=[1]), "Case batches has 1: each must be a Batch"),
+    "a name for several": (lambda: a_case(frozen="layers.0"), "Case frozen is 'layers.0': it must be a sequence"),
+    "a number for a name": (lambda: a_case(frozen=("layers.0", 3)), "Case frozen has 3: each must be a str"),
+    "widths that are one": (lambda: MLP(3), "MLP widths is 3"),  # type: ignore[arg-type]
+    "a rate that is text": (lambda: GPT(5, 3, 4, 1, 2, dropout="x"), "GPT dropout is 'x'"),  # type: ignore[arg-type]
+    "text that is no bytes": (lambda: text_batches("text" * 9, steps=1, rows=1, context=2), "it must be bytes"),  # type: ignore[arg-type]
+    "steps below 0": (lambda: text_batches(b"text" * 9, steps=-1, rows=1, context=2), "steps is -1"),
+    "no rows": (lambda: text_batches(b"text" * 9, steps=1, rows=0, context=2), "rows is 0"),
+    "no context": (lambda: text_batches(b"text" * 9, steps=1, rows=1, context=0), "context is 0"),
+    "half a replica": (lambda: Layout(dp=0.5), "Layout dp is 0.5: it must be a whole number"),  # type: ignore[arg-type]
+    "a stage that is a float": (lambda: Layout(zero=1.0), "Layout zero is 1.0"),  # type: ignore[arg-type]
+    "an array of replicas": (lambda: Layout(dp=np.ones(3)), r"Layout dp is array\("),  # type: ignore[arg-type]
+    "nothing to recompute": (lambda: Layout(recompute=None), "recompute is 'None'"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_no_problem_is_refused_when_it_is_made(what: str) -> None:
+    """Not somewhere inside a rank, and never silently taken for something else."""
+    make, words = WRONG[what]
+    with pytest.raises(ValueError, match=words) as caught:
+        make()
+    assert len(str(caught.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize("ranks", [np.bool_(True), True, 2.0, np.float64(2), "2"])

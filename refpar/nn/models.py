@@ -16,7 +16,7 @@ qkv and up by their outputs, proj and down by their inputs, embedding and head b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refpar import rng
+from refpar.checks import fix, real, short, whole
 from refpar.nn.layer import Layer, ParamSpec
 from refpar.nn.layers import (
     GELU,
@@ -80,11 +81,10 @@ class MLP:
     init: Literal["uniform", "integers"] = "uniform"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "widths", tuple(self.widths))
-        if len(self.widths) < 2:
-            raise ValueError(f"widths must name at least the input and the output, not {self.widths!r}")
-        for i, width in enumerate(self.widths):
-            _positive(f"widths[{i}]", width)
+        widths = tuple(self.widths) if isinstance(self.widths, Iterable) else ()
+        if len(widths) < 2:
+            raise ValueError(f"MLP widths is {short(self.widths)}: it must be those of input and output at least")
+        object.__setattr__(self, "widths", tuple(whole(f"MLP widths[{i}]", n, 1) for i, n in enumerate(widths)))
         _one_of("init", self.init, ("uniform", "integers"))
 
     def build(self) -> Model:
@@ -125,15 +125,13 @@ class GPT:
     activation: Literal["gelu", "relu"] = "gelu"
 
     def __post_init__(self) -> None:
-        for name in ("vocabulary", "context", "width", "heads"):
-            _positive(name, getattr(self, name))
-        _positive("layers", self.layers, least=0)
+        fix(self, whole, "vocabulary", "context", "width", "heads", least=1)
+        fix(self, whole, "layers", least=0)
+        fix(self, real, "dropout", below=1)
         if self.mlp_width is not None:
-            _positive("mlp_width", self.mlp_width)
+            fix(self, whole, "mlp_width", least=1)
         if self.width % self.heads:
             raise ValueError(f"heads must divide width, but {self.heads} does not divide {self.width}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout!r}")
         _one_of("activation", self.activation, ("gelu", "relu"))
 
     def build(self) -> Model:
@@ -196,11 +194,6 @@ def initial_value(seed: int, name: str, spec: ParamSpec, dtype: npt.DTypeLike) -
     if isinstance(spec.init, str):
         raise ValueError(f"init of {name} must be a number, 'zeros', 'ones' or 'integers', not {spec.init!r}")
     return ((2 * rng.uniform(key, spec.shape) - 1) * spec.init).astype(dtype)
-
-
-def _positive(name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(f"{name} must be an integer of at least {least}, not {value!r}")
 
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:

@@ -35,6 +35,8 @@ import numpy as np
 import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
+from refpar.checks import short
+
 HostArray = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
@@ -127,7 +129,7 @@ class Opened:
             with zipfile.ZipFile(self.path) as archive:
                 for info in archive.infolist():
                     name = info.filename.removesuffix(".npy")
-                    where = f"{self.path}: {_short(name)}"
+                    where = f"{self.path}: {short(name)}"
                     if info.file_size > 1032 * info.compress_size + 4096:  # deflate cannot do better
                         raise BadDump(f"{where}: {info.compress_size} bytes cannot hold {info.file_size}")
                     if info.flag_bits & 1:
@@ -135,9 +137,9 @@ class Opened:
                     with archive.open(info) as file:
                         shape, _, dtype = _npy_header(file)
                     if dtype.hasobject or dtype.kind not in "biuf" or dtype.itemsize > 8:
-                        raise BadDump(f"{where}: arrays of type {_short(dtype)} are not read")
+                        raise BadDump(f"{where}: arrays of type {short(dtype)} are not read")
                     if not _naturals(list(shape)) or math.prod(shape) * dtype.itemsize > info.file_size:
-                        raise BadDump(f"{where}: {info.file_size} bytes are no {dtype} of shape {_short(shape)}")
+                        raise BadDump(f"{where}: {info.file_size} bytes are no {dtype} of shape {short(shape)}")
                     entries[name] = Entry(tuple(shape), dtype.name)
         except BadDump:
             raise
@@ -358,7 +360,7 @@ def told_whole(name: str, entries: Mapping[int, Entry], told: Sequence[Any], dty
             s + n <= whole for s, n, whole in zip(start, entry.shape, shape, strict=True)
         )  # fmt: skip
         if not inside:
-            raise BadDump(f"{name} on rank {rank}: its piece reaches beyond the shape {_short(shape)}")
+            raise BadDump(f"{name} on rank {rank}: its piece reaches beyond the shape {short(shape)}")
         shapes.add(tuple(shape))
         piece = Piece(rank, entry.shape, None if start is None else tuple(start), flat)
         if entry.size or not size:
@@ -386,22 +388,22 @@ def read_rules(path: Path, ranks: int) -> list[dict[str, Any]]:
         raise BadDump(f'{path}: it must be {{"version": 1, "rules": [...]}}')
     for rule in content["rules"]:
         if not isinstance(rule, dict) or not isinstance(rule.get("names"), str):
-            raise BadDump(f"{path}: the rule {_short(rule)} does not say which names it is for")
+            raise BadDump(f"{path}: the rule {short(rule)} does not say which names it is for")
         if unknown := set(rule) - {"names", "axis", "flat", "groups", "shape"}:
             raise BadDump(
-                f"{path}: {_short(sorted(unknown)[0])} is no part of a rule: names, axis, flat, groups, shape are"
+                f"{path}: {short(sorted(unknown)[0])} is no part of a rule: names, axis, flat, groups, shape are"
             )
         if ("axis" in rule) == bool(rule.get("flat")):
-            raise BadDump(f"{path}: the rule for {_short(rule['names'])} needs an axis, or flat: true")
+            raise BadDump(f"{path}: the rule for {short(rule['names'])} needs an axis, or flat: true")
         if "axis" in rule and not (isinstance(rule["axis"], int) and not isinstance(rule["axis"], bool)):
-            raise BadDump(f"{path}: the axis {_short(rule['axis'])} is no whole number")
+            raise BadDump(f"{path}: the axis {short(rule['axis'])} is no whole number")
         groups = rule.get("groups", [])
         if not isinstance(groups, list) or not all(
             _naturals(group) and max(group, default=0) < ranks for group in groups
         ):
-            raise BadDump(f"{path}: groups must be lists of ranks from 0 to {ranks - 1}, not {_short(groups)}")
+            raise BadDump(f"{path}: groups must be lists of ranks from 0 to {ranks - 1}, not {short(groups)}")
         if "shape" in rule and not _naturals(rule["shape"]):
-            raise BadDump(f"{path}: the shape {_short(rule['shape'])} is none")
+            raise BadDump(f"{path}: the shape {short(rule['shape'])} is none")
     return list(content["rules"])
 
 
@@ -455,11 +457,6 @@ def _by_number(path: Path) -> tuple[int, str]:
 
 def _bits(x: HostArray) -> str:
     return f"u{x.dtype.itemsize}"
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _line(error: BaseException) -> str:
