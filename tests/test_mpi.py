@@ -180,7 +180,11 @@ WRONG = {
     "another_shape": (FAILED, "all_reduce #1 of float32 (3,)", "all_reduce #1 of float32 (4,)"),
     "waits_for_who_is_done": (FAILED, "rank 0 is in send of float64 (3,)", "rank 1 sent it the end of run 1"),
     "sends_for_nobody": (FAILED, "rank 1 is in the end of run 1", "rank 0 sent it send of float64 (3,)"),
-    "stalls": (FAILED, "refpar: rank 0 waited 1 s for rank 1 in barrier #1 of uint8 (0,) in world", ""),
+    "stalls": (
+        FAILED,
+        "refpar: rank 0 waited 1 s for rank 1 in barrier #1 of uint8 (0,) in world; ",
+        "MPI does not say what rank 1 does: it may be waiting for another itself",
+    ),
     "unsendable": (FAILED, "object cannot be sent between ranks without pickling it", ""),
     "starts_processes": (FAILED, "would start ranks of its own: use --transport mpi", ""),
     "interrupts": (INTERRUPTED, "", ""),
@@ -245,6 +249,45 @@ def test_a_world_of_one_is_an_error(arguments: list[str], env: dict[str, str], w
     )
     assert done.returncode == BAD_INPUT, done.stderr
     assert words in done.stderr
+
+
+@pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4", np.float64(2)])
+def test_ranks_are_checked_as_for_processes(ranks: Any) -> None:
+    """Before MPI is looked for."""
+    for world in (World, mpi.MpiWorld):
+        with pytest.raises(ValueError, match=r"ranks is .*; it must be an integer from 1 "):
+            world(ranks)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("nan"), float("inf"), True, "1"])
+def test_the_limit_is_checked_as_for_processes(timeout: Any) -> None:
+    for world in (World, mpi.MpiWorld):
+        with pytest.raises(ValueError, match=r"timeout is .*; it must be a positive number of seconds"):
+            world(2, timeout=timeout)
+
+
+ASKED = """
+import numpy as np
+from refpar.comm.mpi import MpiWorld
+from refpar.arrays import Unavailable
+for ranks, results in ((np.int64(1), [1]), (np.uint8(2), [2, 2]), (None, [2, 2])):
+    world = MpiWorld(ranks, timeout=np.float32(20))
+    assert type(world.ranks) is int
+    assert world.run(lambda comm: comm.size) == results
+try:
+    MpiWorld(3)
+except Unavailable as error:
+    assert str(error) == "ranks is 3; MPI has started 2: mpiexec -n says how many"
+else:
+    raise AssertionError("there are not 3")
+"""
+
+
+@needs_mpi
+def test_any_integer_is_a_number_of_ranks() -> None:
+    """NumPy's too, as on processes; more than there are is said."""
+    done = mpiexec(2, "-c", ASKED)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_one_of_several_starts_no_processes(monkeypatch: pytest.MonkeyPatch) -> None:

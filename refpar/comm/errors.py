@@ -24,4 +24,8 @@ class CollectiveMismatch(RankError):
 
 
 class CommTimeout(RankError):
-    """A wait for another rank ran out; ``rank`` is the one at the end of the chain of waits."""
+    """A wait for another rank ran out.
+
+    ``rank`` is the one at the end of the chain of waits: who is waited for may wait for another. Over MPI, where no
+    rank knows what the others do, it is the one that was waited for.
+    """

@@ -42,6 +42,7 @@ import numpy.typing as npt
 from refpar import arrays
 from refpar.arrays import Unavailable
 from refpar.comm import ring
+from refpar.comm.arguments import checked_ranks, checked_timeout
 from refpar.comm.communicator import Communicator
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
 from refpar.comm.ledger import Ledger
@@ -78,6 +79,8 @@ class MpiWorld:
 
     Raises
     ------
+    ValueError
+        ``ranks`` is not a positive integer, or ``timeout`` not a positive number of seconds.
     Unavailable
         There is no MPI, or it has fewer ranks than were asked for.
     """
@@ -85,10 +88,11 @@ class MpiWorld:
     def __init__(self, ranks: int | None = None, *, timeout: float | None = 60.0, backend: str | None = None) -> None:
         import threadpoolctl
 
-        most = size(None) if ranks is None else found()
-        self.ranks = most if ranks is None else ranks
-        if isinstance(self.ranks, bool) or not isinstance(self.ranks, int) or not 1 <= self.ranks <= most:
-            raise Unavailable(f"ranks is {ranks!r}; it must be a number from 1 to the {most} that MPI has started")
+        asked, timeout = None if ranks is None else checked_ranks(ranks), checked_timeout(timeout)
+        most = size(None) if asked is None else found()
+        self.ranks = most if asked is None else asked
+        if self.ranks > most:
+            raise Unavailable(f"ranks is {ranks}; MPI has started {most}: mpiexec -n says how many")
         threadpoolctl.threadpool_limits(1)
         MPI = library()
         self.xp = arrays.use(arrays.chosen_backend(backend), MPI.COMM_WORLD.Split_type(MPI.COMM_TYPE_SHARED).rank)
@@ -199,7 +203,11 @@ class Messages:
         began, nap = time.monotonic(), NAP
         while not request.Test():
             if limited and self.timeout is not None and time.monotonic() - began > self.timeout:
-                raise CommTimeout(f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self._call}", peer)
+                raise CommTimeout(
+                    f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self._call}; "
+                    f"MPI does not say what rank {peer} does: it may be waiting for another itself",
+                    peer,
+                )
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP)
 
