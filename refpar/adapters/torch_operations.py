@@ -348,10 +348,14 @@ def cut(example: Example) -> DTensor:
 def alike(a: Tensor, b: Tensor) -> bool:
     """Return whether two results of one short computation in float64 are equal, but for roundings.
 
-    No operation of the table does more than a few hundred roundings of numbers of about 1, so they are alike to 1e-12;
-    what is wrong is so by more than 1e-6.
+    Either way of computing an entry takes fewer than 64 roundings one after another. Each is of at most 2^-53 of a
+    number that is below 64 (some 20 inputs of about 1, or the sum of their squares), or no larger than the results are.
     """
-    return a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-9, atol=1e-9, equal_nan=True)
+    if a.shape != b.shape:
+        return False
+    a, b = a.double(), b.double()
+    largest = max([64.0, *b[b.isfinite()].abs().flatten().tolist()])
+    return torch.allclose(a, b, rtol=0, atol=2 * 64 * 2.0**-53 * largest, equal_nan=True)
 
 
 def empty_pieces(example: Example, ranks: int) -> bool:
