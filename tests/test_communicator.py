@@ -77,6 +77,30 @@ def test_the_ledger_tells_operations_apart(worlds: Any) -> None:
         assert (ledger.messages_sent, ledger.elements_sent, ledger.bytes_sent) == (15, 38, 144)
 
 
+def test_groups_without_a_name_are_not_added_up(worlds: Any) -> None:
+    """Rows, columns and their parts by one colour have a line each; groups that were given one name have one."""
+
+    def fn(comm: Communicator) -> Ledger:
+        row, column = comm.split(comm.rank // 2), comm.split(comm.rank % 2)
+        part = row.split(0)
+        named = comm.split(comm.rank // 2, name="x"), comm.split(comm.rank % 2, name="x")
+        for n, group in enumerate((comm, row, column, part, *named), start=1):
+            ring.broadcast(group, np.arange(float(n)), 0)
+        return comm.ledger
+
+    for rank, ledger in enumerate(worlds(4).run(fn)):
+        row, column = divmod(rank, 2)
+        expected = {  # elements: who is not the last of a chain sends them once
+            "world": 1 if rank < 3 else 0,
+            f"world.1.{row}": 2 if column == 0 else 0,
+            f"world.2.{column}": 3 if row == 0 else 0,
+            f"world.1.{row}.1.0": 4 if column == 0 else 0,
+            "x": (5 if column == 0 else 0) + (6 if row == 0 else 0),
+        }
+        sent = {group: line.elements for (group, _), line in ledger.sent.items()}
+        assert sent == {group: n for group, n in expected.items() if n}
+
+
 def test_a_snapshot_stays_as_it_is() -> None:
     ledger = Ledger()
     ledger.add("dp", "all_reduce", 3, 12)

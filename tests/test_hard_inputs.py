@@ -210,16 +210,16 @@ def test_split_takes_any_whole_number(worlds: Callable[[int], World]) -> None:
 
 
 def test_groups_of_one_name_are_told_apart(worlds: Callable[[int], World]) -> None:
-    """Two splits by one colour and other keys are both world.0, and a rank may be in both at once."""
+    """Two splits by one colour and other keys may have one name, and a rank may be in both at once."""
 
     def fn(comm: Communicator) -> Any:
-        forth, back = comm.split(0), comm.split(0, -comm.rank)
-        assert forth.name == back.name == "world.0"
+        forth, back = comm.split(0, name="pair"), comm.split(0, -comm.rank, name="pair")
         return ring.all_gather(back if comm.rank else forth, np.array([comm.rank])).tolist()
 
     with pytest.raises(CollectiveMismatch) as caught:  # both ranks are the first of their group
         worlds(2).run(fn)
-    assert "world.0" in str(caught.value)
+    assert "in pair (split 1)" in str(caught.value)
+    assert "in pair (split 2)" in str(caught.value)
 
 
 def test_groups_of_other_members_do_not_mix(worlds: Callable[[int], World]) -> None:

@@ -185,6 +185,11 @@ class Communicator:
         All ranks of this group must call it; those with colour None get None. What this sends is
         counted as observed.
 
+        Parameters
+        ----------
+        name : of the new group; by default one of its own, ``"world.2.0"`` where this is the world's second split and
+            the colour 0. Groups of one name share a line of the ledger.
+
         Raises
         ------
         TypeError, ValueError
@@ -201,7 +206,8 @@ class Communicator:
             return None
         chosen = sorted((k, r) for r, (member, c, k) in enumerate(everyone) if member and c == color)
         members = tuple(self.members[r] for _, r in chosen)
-        name, place = name or f"{self.name}.{color}", f"{self.place}.{self._splits}".lstrip(".")
+        name = name or f"{self.name}.{self._splits}.{color}"
+        place = f"{self.place}.{self._splits}".lstrip(".")
         return Communicator(self.transport, members, name, self.ledger, self.xp, place)
 
     @contextmanager

@@ -7,6 +7,8 @@ replicas) or to set itself up (splitting communicators) would blur that count an
 
     with comm.ledger.observing():
         ring.all_gather(comm, digests)      # counted in comm.ledger.observed
+
+A group stands here under its name. What was sent in several groups of one name is added up.
 """
 
 from __future__ import annotations
