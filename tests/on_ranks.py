@@ -29,7 +29,7 @@ class Input:
     kind: str = "integers"  # or "reals"
 
     def values(self, rank: int, shape: tuple[int, ...] | None = None) -> np.ndarray:
-        """Return the values of ``rank``, distinct from those of any other."""
+        """Return the values of ``rank``, drawn for it alone."""
         shape = self.shape if shape is None else shape
         key = (self.seed, "input", rank)
         if self.kind == "integers":

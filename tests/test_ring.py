@@ -59,6 +59,24 @@ def assert_same(results: list[Any], expected: np.ndarray) -> None:
         assert result.tobytes() == results[0].tobytes()
 
 
+@pytest.mark.parametrize(
+    ("dtype", "kind"),
+    [*((dtype, "integers") for dtype in ring.DTYPES), *((dtype, "reals") for dtype in UNIT)],
+)
+def test_a_swap_would_show(dtype: str, kind: str) -> None:
+    """Of ranks, and of elements: values that repeat hide it (pytorch/pytorch#158903), and so does comparing them
+    without regard to their places (ndif-team/nnsight#719).
+    """
+    drawn = [Input(7, (12,), dtype, kind=kind).values(rank) for rank in range(max(RANKS))]
+    for mine in drawn:
+        others = [other for other in drawn if other is not mine]
+        for wrong in (*others, *(np.roll(mine, n) for n in range(1, 12)), mine[::-1], np.sort(mine)):
+            with pytest.raises(AssertionError):
+                assert_same([wrong], mine)
+        with pytest.raises(AssertionError):
+            assert_same([mine, others[0]], mine)
+
+
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), ranks=ranks_strategy, op=st.sampled_from(["sum", "max"]))
 def test_all_reduce_is_exact_on_integers(worlds: Any, data: st.DataObject, ranks: int, op: str) -> None:

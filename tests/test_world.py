@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import on_mpi
 import pytest
+from truth import hold
 
+from refpar.case import Layout
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, processes, ring
 from refpar.comm.mailbox import WAITING, Chain, Status
 from refpar.comm.pool import limit_waits
@@ -145,32 +148,43 @@ def test_a_rank_has_one_blas_thread(world: World) -> None:
     assert world.run(threads) == [1] * 4
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets the flag by an instruction of x86-64")
-def test_a_rank_that_flushes_subnormals_is_refused() -> None:
+FLUSHING = """
+import ctypes, mmap
+code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+code.write(bytes.fromhex("0fae17c3"))  # ldmxcsr [rdi]; ret
+address = ctypes.addressof(ctypes.c_char.from_buffer(code))
+flags = ctypes.c_uint32(0x9FC0)  # the usual 0x1F80, and both flags that make subnormals 0
+ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.byref(flags))
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="sets the flags by an instruction of x86-64")
+def test_a_rank_that_flushes_subnormals_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As libraries built with -ffast-math do to the whole process that loads them (HypothesisWorks/hypothesis#3156)."""
+    (tmp_path / "sitecustomize.py").write_text(FLUSHING)  # which Python runs when it starts
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with (
+        World(1, start_method="spawn") as world,
+        pytest.raises(RankError, match="a library in this process flushes subnormal numbers to zero"),
+    ):
+        world.run(size_of_world)
 
-    def fn(comm: Communicator) -> str:
-        import ctypes
-        import mmap
 
-        from refpar.comm.rank import check_subnormals
+@pytest.mark.parametrize("layout", ["dp=4,bucket=50", "dp=2,zero=3,tp=2", "dp=2,pp=2,micro_batches=3"])
+def test_no_order_depends_on_the_hash_seed(hashing: World, layout: str) -> None:
+    """Ranks that went through a set of names would pair up gradients of different weights (NVIDIA/apex#18)."""
+    for case in on_mpi.CASES:
+        hold(case, Layout.parse(layout), lambda _: hashing)
 
-        check_subnormals()
-        code = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-        code.write(b"\x0f\xae\x17\xc3")  # ldmxcsr [rdi]; ret
-        address = ctypes.addressof(ctypes.c_char.from_buffer(code))
-        set_flags = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
-        set_flags(ctypes.byref(ctypes.c_uint32(0x9FC0)))  # the usual 0x1F80, and both flags that make subnormals 0
-        try:
-            check_subnormals()
-        except FloatingPointError as error:
-            return str(error)
-        finally:
-            set_flags(ctypes.byref(ctypes.c_uint32(0x1F80)))
-        return "nothing was noticed"
 
-    with World(1) as world:
-        assert world.run(fn) == ["a library in this process flushes subnormal numbers to zero"]
+@pytest.fixture(scope="module")
+def hashing() -> Iterator[World]:
+    """Ranks with a hash seed of its own each, as processes have that nobody has forked from one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("PYTHONHASHSEED", raising=False)
+        with World(4, start_method="spawn") as world:
+            assert len(set(world.run(lambda comm: hash("blocks.0.mlp.up.weight")))) == 4
+            yield world
 
 
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4", None, 513, 10**9])
