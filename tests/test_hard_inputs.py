@@ -173,7 +173,7 @@ def test_what_is_no_problem_is_refused_when_it_is_made(what: str) -> None:
 
 @pytest.mark.parametrize("ranks", [np.bool_(True), True, 2.0, np.float64(2), "2"])
 def test_ranks_must_be_a_whole_number(ranks: Any) -> None:
-    with pytest.raises(ValueError, match=r"ranks is .*; it must be an integer from 1 to 512"):
+    with pytest.raises(ValueError, match=r"ranks is .*: it must be a whole number from 1 to 512"):
         World(ranks)
 
 

@@ -255,7 +255,7 @@ def test_a_world_of_one_is_an_error(arguments: list[str], env: dict[str, str], w
 def test_ranks_are_checked_as_for_processes(ranks: Any) -> None:
     """Before MPI is looked for."""
     for world in (World, mpi.MpiWorld):
-        with pytest.raises(ValueError, match=r"ranks is .*; it must be an integer from 1 "):
+        with pytest.raises(ValueError, match=r"ranks is .*: it must be a whole number (of at least|from) 1"):
             world(ranks)
 
 

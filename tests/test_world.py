@@ -189,7 +189,7 @@ def hashing() -> Iterator[World]:
 
 @pytest.mark.parametrize("ranks", [0, -1, 2.0, True, "4", None, 513, 10**9])
 def test_the_number_of_ranks_is_checked(ranks: Any) -> None:
-    with pytest.raises(ValueError, match=r"ranks is .*; it must be an integer from 1 to 512"):
+    with pytest.raises(ValueError, match=r"ranks is .*: it must be a whole number from 1 to 512"):
         World(ranks)
 
 

@@ -4,19 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import numbers
-import operator
 from typing import Any
 
 LONGEST_TIMEOUT = 1e9  # seconds, which the kernel can count
-
-
-def checked_ranks(ranks: Any, most: int | None = None) -> int:
-    """Return a number of ranks as an int: one from 1 to ``most``, if there is a most, of any integer type but bool."""
-    with contextlib.suppress(TypeError):
-        number = operator.index(ranks)
-        if not isinstance(ranks, bool) and 1 <= number <= (most or number):
-            return number
-    raise ValueError(f"ranks is {ranks!r}; it must be an integer from 1 {'up' if most is None else f'to {most}'}")
 
 
 def checked_timeout(timeout: Any) -> float | None:

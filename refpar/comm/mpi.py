@@ -41,8 +41,9 @@ import numpy.typing as npt
 
 from refpar import arrays
 from refpar.arrays import Unavailable
+from refpar.checks import whole
 from refpar.comm import ring
-from refpar.comm.arguments import checked_ranks, checked_timeout
+from refpar.comm.arguments import checked_timeout
 from refpar.comm.communicator import Communicator
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
 from refpar.comm.ledger import Ledger
@@ -88,7 +89,7 @@ class MpiWorld:
     def __init__(self, ranks: int | None = None, *, timeout: float | None = 60.0, backend: str | None = None) -> None:
         import threadpoolctl
 
-        asked, timeout = None if ranks is None else checked_ranks(ranks), checked_timeout(timeout)
+        asked, timeout = None if ranks is None else whole("ranks", ranks, 1), checked_timeout(timeout)
         most = size(None) if asked is None else found()
         self.ranks = most if asked is None else asked
         if self.ranks > most:

@@ -27,14 +27,14 @@ from types import TracebackType
 from typing import Any
 
 from refpar import arrays
+from refpar.checks import whole
 from refpar.comm import mpi, rank
-from refpar.comm.arguments import checked_ranks, checked_timeout
+from refpar.comm.arguments import checked_timeout
 from refpar.comm.pickled import call_in_bytes
 from refpar.comm.pool import Pool
 from refpar.comm.starting import PROCESS_NAME
 
 MOST_RANKS = 512
-CLOSED_EARLY = "this World was closed while its ranks started"
 
 
 class World:
@@ -71,7 +71,7 @@ class World:
         backend: str | None = None,
         start_method: str | None = None,
     ) -> None:
-        ranks, timeout = checked_ranks(ranks, MOST_RANKS), checked_timeout(timeout)
+        ranks, timeout = whole("ranks", ranks, 1, MOST_RANKS), checked_timeout(timeout)
         if sys.platform != "linux":
             raise OSError(f"refpar runs its ranks on Linux only; this is {sys.platform}")
         import multiprocess
@@ -151,20 +151,24 @@ class World:
             raise RuntimeError("this World is closed")
         if os.getpid() != self._owner:
             raise RuntimeError(f"this World belongs to process {self._owner}, not to {os.getpid()}; make one here")
-        if self._pool is None:
-            try:
-                pool = Pool(self._context, self._starter, self.ranks, self.timeout, self.backend)
-            except Exception as error:
-                if self._closed:  # by a signal handler, under the hands of the start
-                    raise RuntimeError(CLOSED_EARLY) from error
-                raise
-            self._finalizer = weakref.finalize(self, pool.kill)
-            self._pool = pool
-            if self._closed:  # by one that came before there was a pool to end
-                self._pool = None
-                self._finalizer()
-                raise RuntimeError(CLOSED_EARLY)
-        return self._pool
+        return self._pool or self._start()
+
+    def _start(self) -> Pool:
+        """Start the ranks. A signal handler may close this World meanwhile, and then finds no pool to end."""
+        closed = "this World was closed while its ranks started"
+        try:
+            pool = Pool(self._context, self._starter, self.ranks, self.timeout, self.backend)
+        except Exception as error:  # a closed World starts no processes
+            if self._closed:
+                raise RuntimeError(closed) from error
+            raise
+        self._finalizer = weakref.finalize(self, pool.kill)
+        self._pool = pool
+        if self._closed:
+            self._pool = None
+            self._finalizer()
+            raise RuntimeError(closed)
+        return pool
 
     def _forget(self) -> Pool:
         assert self._pool is not None
