@@ -817,6 +817,20 @@ SCRIPT = """
     """
 
 
+def test_a_module_beside_the_script_goes_by_name(tmp_path: Path) -> None:
+    """Both ways, whatever else it holds: by value, it would have to be sent whole, and arrive as another."""
+    (tmp_path / "helpers.py").write_text("scale, unsendable = 2, iter([1])\ndef double(x):\n    return scale * x\n")
+    text = """
+        import helpers
+        from refpar.comm import World
+
+        with World(2) as world:
+            print([fn(5) for fn in world.run(lambda comm: [helpers.double(comm.rank), lambda x: helpers.double(x)][1])])
+        """
+    process = run_script(text, cwd=tmp_path)
+    assert process.communicate(timeout=30) == ("[10, 10]\n", "")
+
+
 @pytest.mark.parametrize("method", ["", ", start_method='spawn'"])
 def test_a_script_needs_no_guard(script: Any, tmp_path: Path, method: str) -> None:
     """It is not run again in the ranks, whose functions and classes of the main module come by value."""

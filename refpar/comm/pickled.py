@@ -76,10 +76,8 @@ def result_in_bytes(result: Any, xp: ModuleType) -> bytes:
         _Homeward(data, xp.ndarray).dump(result)
         return data.getvalue()
     except Exception:
-        import dill
-
         try:
-            return bytes(dill.dumps(result, recurse=True))
+            return _by_value(result)
         except Exception as error:
             raise TypeError(f"the result, {type(result).__name__}, cannot be sent to the caller: {error}") from error
 
