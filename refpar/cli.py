@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from refpar import output
+
 if TYPE_CHECKING:
     from refpar.oracle.verify import Problem, Row
 
@@ -25,6 +27,9 @@ MATCHED, MISMATCH, BAD_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 TECHNIQUES = ("ring", "dp", "zero1", "zero2", "zero3", "tp", "pp", "hybrid", "checkpoint", "fp16")
 MOST_RANKS = 512
 MOST_ON_GPUS = 12
+MOST_KEPT = 1000  # steps of a run that keeps every array of every step, a megabyte each
+MOST_LAYERS = 1000
+MOST_PASSES = 10_000  # of a schedule that is drawn, forward and backward ones on all stages
 
 
 class BadInput(Exception):
@@ -41,35 +46,41 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``refpar`` with ``argv`` and return its exit status."""
-    try:
-        options = parser().parse_args(argv)
-        status = on_mpi(options) if getattr(options, "transport", None) == "mpi" else int(options.verb(options))
-        sys.stdout.flush()
+    with output.patient() as out:
+        status = judged(argv)
+        out.flush()
+        if out.full and status == MATCHED:
+            status = complain(f"standard output: {out.error.strerror}", FAILED)  # type: ignore[union-attr]
         return status
+
+
+def judged(argv: Sequence[str] | None) -> int:
+    """Run a verb, say what has gone wrong, and return the exit status."""
+    options = argparse.Namespace()
+    try:
+        parser().parse_args(argv, options)
+        return on_mpi(options) if getattr(options, "transport", None) == "mpi" else int(options.verb(options))
+    except SystemExit as ended:  # --help
+        return int(ended.code or 0)
     except BadInput as error:
-        return complain(error, BAD_INPUT)
+        return complain(error, BAD_INPUT, options)
     except KeyboardInterrupt:
-        return complain("interrupted", INTERRUPTED)
+        return complain("interrupted", INTERRUPTED, options)
     except Exception as error:
         from refpar.arrays import Unavailable
         from refpar.comm import RankError
 
         if isinstance(error, Unavailable):
-            return complain(error, BAD_INPUT)
+            return complain(error, BAD_INPUT, options)
         if isinstance(error, RankError):
-            return complain(error, FAILED)
-        if isinstance(error, OSError):  # standard output is full or closed, the machine is out of something
-            leave_output()
+            return complain(error, FAILED, options)
+        if isinstance(error, MemoryError):
+            return complain(f"out of memory: {error}" if str(error) else "out of memory", FAILED, options)
+        if isinstance(error, OSError):  # the machine is out of something
             where = f"{error.filename}: " if error.filename else ""
-            return FAILED if isinstance(error, BrokenPipeError) else complain(where + str(error.strerror), FAILED)
+            return complain(where + str(error.strerror or error), FAILED, options)
         traceback.print_exc()
-        return FAILED
-
-
-def leave_output() -> None:
-    """Let Python end without trying once more to write to a standard output that takes nothing."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return complain("this is a defect of refpar: please report it with the lines above", FAILED, options)
 
 
 def on_mpi(options: argparse.Namespace) -> int:
@@ -88,10 +99,12 @@ def on_mpi(options: argparse.Namespace) -> int:
     return mpi.everywhere(verb)
 
 
-def complain(error: object, status: int) -> int:
-    """Print the error and return the exit status that goes with it."""
+def complain(error: object, status: int, options: argparse.Namespace | None = None) -> int:
+    """Print the error and return the exit status that goes with it; a program that reads JSON is told as well."""
     if not (isinstance(error, BadInput) and one_of_several()):
         print(f"refpar: {error}", file=sys.stderr)
+    if getattr(options, "json", None) == "-":
+        print(json.dumps({"schema": 1, "error": str(error), "exit_status": status}, indent=1))
     return status
 
 
@@ -117,7 +130,7 @@ def parser() -> Parser:
     p.add_argument("--ranks", metavar="N,…", type=rank_counts, help="numbers of ranks to run each of them on")
     p.add_argument("--layout", metavar="dp=N,…", type=layout, help="one layout to run, such as dp=2,tp=2,pp=2,zero=1")
     p.add_argument("--data", metavar="FILE", type=Path, help="text to train on (default: the source of refpar)")
-    p.add_argument("--steps", metavar="N", type=positive, default=4, help="optimizer steps (default: 4)")
+    p.add_argument("--steps", metavar="N", type=up_to(MOST_KEPT), default=4, help="optimizer steps (default: 4)")
     p.add_argument("--seed", metavar="S", type=natural, default=0, help="of initial values, dropout and batches")
     p.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
     p.add_argument("--trace", metavar="FILE", type=Path, help="write what each rank did, and when, for ui.perfetto.dev")
@@ -195,7 +208,6 @@ def verify(options: argparse.Namespace) -> int:
     if options.layout and (reason := problem.why_not(options.layout)):
         raise BadInput(f"--layout {options.layout}: {reason}")
     check_places(options, "json", "trace")
-    to_stdout = options.json == "-"
     with problem.stack:
         if options.layout:
             rows = [oracle.hybrid_row(problem, "hybrid", options.layout)]
@@ -203,15 +215,10 @@ def verify(options: argparse.Namespace) -> int:
             rows = run_rows(problem, options.only or TECHNIQUES)
     if problem.skipped and not {*(options.only or ())} <= {row.technique for row in rows}:
         raise BadInput("; ".join(problem.skipped))  # something that was asked for by name has not been run at all
-    show(rows, problem.skipped, sys.stderr if to_stdout else sys.stdout)
+    show(rows, problem.skipped, sys.stderr if options.json == "-" else sys.stdout)
     if options.trace is not None:
         teach("write_runs", options.trace, problem.worlds.values())
-    if options.json:
-        text_out = json.dumps(finite(oracle.report(rows, options.seed)), allow_nan=False, indent=1) + "\n"
-        if to_stdout:
-            sys.stdout.write(text_out)
-        else:
-            write(Path(options.json), text_out)
+    write_json(options.json, oracle.report(rows, options.seed))
     return MATCHED if all(row.passed for row in rows) else MISMATCH
 
 
@@ -320,6 +327,17 @@ def write(path: Path, text: str, option: str = "--json") -> None:
         raise BadInput(f"{option} {path}: {error.strerror}") from None
 
 
+def write_json(place: str | None, report: Any) -> None:
+    """Write what ``--json`` asks for: to a file, to standard output for ``-``, or not at all."""
+    if place is None:
+        return
+    text = json.dumps(finite(report), allow_nan=False, indent=1) + "\n"
+    if place == "-":
+        sys.stdout.write(text)
+    else:
+        write(Path(place), text)
+
+
 def names(text: str) -> list[str]:
     """Read ``--only``."""
     import difflib
@@ -348,19 +366,22 @@ def layout(text: str) -> Any:
 
 def rank_counts(text: str) -> list[int]:
     """Read ``--ranks``."""
-    counts = [positive(part) for part in text.split(",")]
-    for count in counts:
-        if count > MOST_RANKS:
-            raise argparse.ArgumentTypeError(f"{count} ranks are too many: at most {MOST_RANKS} on one machine")
-    return counts
+    return [positive(part, MOST_RANKS) for part in text.split(",")]
 
 
-def positive(text: str) -> int:
+def positive(text: str, most: int = 10**9) -> int:
     """Read a whole number of at least 1."""
     value = natural(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    if value > most:
+        raise argparse.ArgumentTypeError(f"{shortened(text)} is too many: at most {most:,}")
     return value
+
+
+def up_to(most: int) -> Callable[[str], int]:
+    """Return what reads a whole number from 1 to ``most``."""
+    return functools.partial(positive, most=most)
 
 
 def natural(text: str) -> int:
@@ -368,10 +389,15 @@ def natural(text: str) -> int:
     try:
         value = int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no whole number") from None
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} must not be negative")
     return value
+
+
+def shortened(text: str) -> str:
+    """Return what was typed, or the beginning of it."""
+    return text if len(text) <= 40 else f"{text[:37]}..."
 
 
 # -------------------------------------------------------------------------------------------- a real run: train
@@ -399,9 +425,11 @@ def training(verbs: Any) -> None:
     shape.add_argument("--stages", metavar="A+B+…", default="", help="units of each stage (near-even)")
     shape.add_argument("--recompute", metavar="WHAT", default="none", help="none, block, sqrt or a number (none)")
     problem = p.add_argument_group("problem")
-    for name, default, what in (("layers", 4, "blocks"), ("width", 64, "features of a token"), ("heads", 4, "heads"),
-                                ("context", 64, "bytes a row"), ("rows", 16, "rows a step")):  # fmt: skip
-        problem.add_argument(f"--{name}", metavar="N", type=positive, default=default, help=f"{what} ({default})")
+    for name, default, what, most in (
+        ("layers", 4, "blocks", MOST_LAYERS), ("width", 64, "features of a token", 10**9), ("heads", 4, "heads", 10**9),
+        ("context", 64, "bytes a row", 10**9), ("rows", 16, "rows a step", 10**9),
+    ):  # fmt: skip
+        problem.add_argument(f"--{name}", metavar="N", type=up_to(most), default=default, help=f"{what} ({default})")
     problem.add_argument("--dropout", metavar="P", type=fraction, default=0.0, help="share that is dropped (0)")
     problem.add_argument("--lr", metavar="X", type=fraction, default=3e-3, help="learning rate of AdamW (0.003)")
     problem.add_argument("--warmup", metavar="N", type=natural, default=20, help="updates to reach it (20)")
@@ -563,7 +591,7 @@ def teaching(verbs: Any) -> None:
     p.set_defaults(verb=lambda options: teach("show", options.name))
     p = verbs.add_parser("mistakes", help="list the mistakes that people make, or make one beside the truth")
     p.add_argument("name", metavar="NAME", nargs="?", help="the mistake to make; without it they are listed")
-    p.add_argument("--steps", metavar="N", type=positive, default=12, help="optimizer steps (default: 12)")
+    p.add_argument("--steps", metavar="N", type=up_to(MOST_KEPT), default=12, help="optimizer steps (default: 12)")
     p.set_defaults(verb=mistakes)
     p = verbs.add_parser("figures", help="draw every picture, from runs done here and now (needs refpar[plot])")
     p.add_argument("-o", "--output", metavar="DIR", type=Path, required=True, help="folder to write to")
@@ -598,6 +626,11 @@ def schedule(options: argparse.Namespace) -> int:
     """``refpar schedule``."""
     o = options
     costs = o.forward, o.backward
+    stages, micro_batches = o.stages or 4, o.micro_batches or 8
+    if 2 * stages * micro_batches > MOST_PASSES:
+        raise BadInput(
+            f"{stages} stages of {micro_batches} micro-batches have more passes than are drawn: {MOST_PASSES:,}"
+        )
     return teach("schedule", o.schedule, o.stages, o.micro_batches, *costs, o.capacity, o.plot, o.trace)
 
 
@@ -608,13 +641,13 @@ def mistakes(options: argparse.Namespace) -> int:
 
 def cost(text: str) -> Any:
     """Read the time of a pass: a whole number, a decimal one, or a fraction such as 3/2."""
+    import re
     from fractions import Fraction
 
-    try:
-        value = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
-    if value <= 0:
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,9}|/0*[1-9]\d{0,8})?", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number such as 2, 1.5 or 3/2")
+    value = Fraction(text)
+    if not value:
         raise argparse.ArgumentTypeError(f"{text} must be above 0")
     return value
 
@@ -663,12 +696,7 @@ def on_paper(options: argparse.Namespace) -> int:
         status, report = {"memory": verbs.memory_verb, "plan": verbs.plan_verb}[options.on_paper](options)
     except ValueError as error:
         raise BadInput(error) from None
-    if options.json:
-        text = json.dumps(finite(report), allow_nan=False, indent=1) + "\n"
-        if options.json == "-":
-            sys.stdout.write(text)
-        else:
-            write(Path(options.json), text)
+    write_json(options.json, report)
     return status
 
 
@@ -687,7 +715,9 @@ def checking(verbs: Any) -> None:
     p.add_argument("--list", action="store_true", help="print the named cases, one a line")
     p.add_argument("--format", action="store_true", help="print what is in the files, and what is promised of them")
     p.add_argument("--case", metavar="FILE", type=Path, help="a case of your own, as JSON")
-    p.add_argument("-o", "--output", metavar="DIR", type=Path, help="the folder to write; must not exist yet")
+    p.add_argument(
+        "-o", "--output", metavar="DIR", type=Path, help="the folder to write: new or empty, in one that is there"
+    )
     p.add_argument("--dtype", choices=("float16", "float32", "float64"), help="that candidates compute in")
     p.set_defaults(verb=golden)
     p = verbs.add_parser(
@@ -736,6 +766,7 @@ def comparison(options: argparse.Namespace) -> int:
     from refpar.oracle.dumps import BadDump
     from refpar.oracle.golden import BadGolden
 
+    check_places(options, "json", "junit")
     try:
         result, name, digest = verbs.compare(
             options.paths,
@@ -749,14 +780,8 @@ def comparison(options: argparse.Namespace) -> int:
     except (BadGolden, BadDump, ValueError) as error:
         raise BadInput(error) from None
     text, report, junit = verbs.report(result, name, digest)
-    to_stdout = options.json == "-"
-    print(text, file=sys.stderr if to_stdout else sys.stdout)
-    if options.json:
-        out = json.dumps(finite(report), allow_nan=False, indent=1) + "\n"
-        if to_stdout:
-            sys.stdout.write(out)
-        else:
-            write(Path(options.json), out)
+    print(text, file=sys.stderr if options.json == "-" else sys.stdout)
+    write_json(options.json, report)
     if options.junit:
         write(options.junit, junit, "--junit")
     return MATCHED if result.ok else MISMATCH

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import resource
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,8 +23,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from refpar import cli, state
-from refpar.cli import BAD_INPUT, MATCHED
+from refpar import cli, files, state
+from refpar.cli import BAD_INPUT, FAILED, MATCHED
+from refpar.oracle import verify
 
 SMALL = "train --layers 1 --width 12 --heads 3 --context 8 --rows 6 --steps 2"
 QUICK = "verify --only ring --ranks 1"
@@ -61,6 +63,9 @@ NUMBERS = {
     "train: no replicas": (f"{SMALL} --dp 0", "--dp: 0 must be at least 1"),
     "train: 10,000 ranks": (f"{SMALL} --dp 10000", "10000 ranks: at most 512"),
     "train: steps below 0": ("train --steps -1", "--steps: -1 must not be negative"),
+    "train: steps without end": (f"train --steps {10**30}", "at most 1,000,000,000"),
+    "train: micro-batches without end": (f"{SMALL} --micro-batches 99999999", "65,536"),
+    "train: layers without end": ("train --layers 99999999", "at most 1,000"),
     "train: more slices than heads": ("train --tp 7", "tp is 7"),
     "train: heads that do not divide the width": ("train --heads 7", "heads"),
     "train: more stages than units": (f"{SMALL} --pp 9", "pp is 9"),
@@ -83,6 +88,10 @@ NUMBERS = {
     "verify: a value that is no number": ("verify --layout dp=two", "dp is 'two'"),
     "verify: no replicas": ("verify --layout dp=0", "dp is 0"),
     "verify: more slices than heads": ("verify --layout tp=7", "tp is 7"),
+    "verify: a key that is given twice": ("verify --layout dp=2,dp=1", "dp is given twice"),
+    "verify: a layout that says nothing": ("verify --layout=", "says nothing"),
+    "verify: more steps than can be kept": ("verify --steps 100000000", "at most 1,000"),
+    "verify: more micro-batches than a schedule has room for": ("verify --layout micro_batches=99999999", "65,536"),
     "verify: two things at once": ("verify --layout dp=2 --only dp", "--only"),
     "verify: an unknown option": ("verify --stepps 3", "--stepps"),
     "memory: an unknown model": ("memory --model gpt2-xll", "gpt2-xl"),
@@ -90,6 +99,10 @@ NUMBERS = {
     "memory: no devices": ("memory --model gpt2-xl --gpus 0", "--gpus"),
     "memory: a size in no unit": ("memory --model gpt2-xl --device-memory 80QB", "80QB"),
     "memory: a number that is none": ("memory --params many", "many"),
+    "memory: more parameters than there are numbers": ("memory --params 1e400 --gpus 8", "'1e400' is too large"),
+    "memory: more layers than anybody has": ("memory --layers 1e9 --width 8 --heads 2 --gpus 8", "at most 1,000"),
+    "memory: more rows than there are": ("memory --model gpt2-xl --gpus 8 --batch 1e30", "at most 1,000,000,000"),
+    "memory: more memory than there is": ("memory --model gpt2-xl --device-memory 1e400GB", "too large"),
     "memory: a number below 0": ("memory --params -7", "--params"),
     "plan: an unknown model": ("plan --model lama3-8b --gpus 8", "llama3-8b"),
     "plan: no devices": ("plan --model gpt2-xl --gpus 0", "--gpus"),
@@ -99,6 +112,11 @@ NUMBERS = {
     "golden: nowhere to write": ("golden integers", "-o"),
     "schedule: an unknown one": ("schedule gpip", "gpip"),
     "schedule: no stages": ("schedule gpipe --stages 0", "--stages"),
+    "schedule: too long to draw": ("schedule gpipe --micro-batches 99999999", "4 stages of 99999999 micro-batches"),
+    "schedule: a cost without end": ("schedule gpipe --forward 1e99999999", "no number such as 2, 1.5 or 3/2"),
+    "schedule: a cost over 0": ("schedule gpipe --backward 3/0", "no number such as"),
+    "schedule: a cost of 0": ("schedule gpipe --backward 0/3", "must be above 0"),
+    "mistakes: more steps than can be kept": ("mistakes tail_not_reduced --steps 99999999", "at most 1,000"),
     "show: an unknown technique": ("show rign", "ring"),
     "mistakes: an unknown one": ("mistakes tail_not_reducd", "tail_not_reduced"),
     "figures: an unknown one": ("figures -o {tmp}/new --only pipelin", "pipeline"),
@@ -143,6 +161,12 @@ TARGETS = {
 } | {
     "golden -o: a folder that is there": ("golden integers -o {tmp}/folder", "{tmp}/folder"),
     "golden -o: where nothing can be made": ("golden integers -o /sys/refpar-test", "/sys"),
+    "golden -o: in a folder that is not there": ("golden integers -o {tmp}/fodler/new", "fodler/new: No such file"),
+    "figures -o: in a folder that is not there": ("figures -o {tmp}/fodler/new", "fodler/new: No such file"),
+    "compare --junit: in a folder that is not there": (
+        "compare --reference {tmp}/foreign.safetensors {tmp}/foreign.safetensors --junit {tmp}/fodler/new",
+        "--junit {tmp}/fodler/new: No such file",
+    ),
     "golden -o: below a file": ("golden integers -o {tmp}/text/more", "{tmp}/text"),
     "schedule --plot: of no known kind": ("schedule gpipe --plot {tmp}/picture.doc", "picture.doc"),
     "figures -o: onto a file": ("figures -o {tmp}/text --only pipeline", "{tmp}/text"),
@@ -213,6 +237,126 @@ def test_devices_stay_devices(tmp_path: Path, device: str) -> None:
         assert read is None or json.loads(read.result())
     assert os.readlink(tmp_path / "link") == device
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "pipe"]
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ä" * 127, "-", ".part"])
+def test_any_name_that_a_file_can_have(tmp_path: Path, name: str) -> None:
+    """The name under which a file is written first is not longer than its own may be."""
+    files.write_whole(tmp_path / name, b"one")
+    files.check_place(tmp_path / name)
+    files.write_whole(tmp_path / name, b"two")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [(name, b"two")]
+
+
+def test_what_a_killed_run_left_is_in_nobodys_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the number of a process is that of the last run's: its half-written file has another name."""
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(os, "unlink", lambda _: None)
+    with pytest.raises(KeyboardInterrupt):
+        files.write_whole(tmp_path / "saved", b"half")
+    monkeypatch.undo()
+    assert [path.suffix for path in tmp_path.iterdir()] == [".part"]
+    files.write_whole(tmp_path / "saved", b"whole")
+    assert (tmp_path / "saved").read_bytes() == b"whole"
+
+
+def test_who_may_read_a_file_may_read_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nobody else; one that is write-protected is kept, though its folder would let us replace it."""
+    place = tmp_path / "saved"
+    place.touch(0o600)
+    files.write_whole(place, b"private")
+    assert place.stat().st_mode & 0o777 == 0o600
+    monkeypatch.setattr(os, "access", lambda path, mode: path != place)  # root may write everywhere
+    for write in (files.check_place, lambda path: files.write_whole(path, b"")):
+        with pytest.raises(PermissionError, match="Permission denied"):
+            write(place)
+    assert place.read_bytes() == b"private"
+
+
+STREAMS = {  # what becomes of standard output: exit status, and what is said of it
+    ">&-": (MATCHED, ""),
+    "2>&-": (MATCHED, ""),
+    ">/dev/full": (FAILED, "refpar: standard output: No space left on device\n"),
+    "2>/dev/full": (MATCHED, ""),
+    "| :": (MATCHED, ""),
+}
+
+
+@pytest.mark.parametrize("stream", STREAMS)
+@pytest.mark.parametrize(
+    ("typed", "left"),
+    [
+        (f"{QUICK} --json report", ["report"]),
+        (f"{SMALL} --data text --save saved", ["saved"]),
+        ("golden --format", []),
+        ("schedule gpipe --trace trace", ["trace"]),
+        ("--help", []),
+    ],
+)
+def test_nobody_need_listen(tmp_path: Path, stream: str, typed: str, left: list[str]) -> None:
+    """Files are written and the exit status is the verdict, whether somebody reads what is printed or not."""
+    (tmp_path / "text").write_text(TEXT)
+    status, said = STREAMS[stream]
+    command = f"{{ sleep 0.3; {shlex.quote(sys.executable)} -m refpar {typed}; }} {stream}; echo ${{PIPESTATUS[0]}} >&3"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(cli.__file__).parent.parent), *sys.path])}
+    done = subprocess.run(
+        ["bash", "-c", f"exec 3>status; {command}"],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (int((tmp_path / "status").read_text()), done.stderr) == (status, said)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["status", "text", *left])
+
+
+@pytest.mark.parametrize("stream", ["2>/dev/full", "2>&-"])
+def test_bad_input_is_bad_input_where_nobody_is_told(stream: str) -> None:
+    """An exit status of 1 would say that something differs."""
+    command = f"{shlex.quote(sys.executable)} -m refpar verify --ranks 0 {stream}"
+    assert subprocess.run(["bash", "-c", command], timeout=60, stdout=subprocess.DEVNULL).returncode == BAD_INPUT
+
+
+@pytest.mark.parametrize("typed", ["memory --help", "golden --format", "golden --list"])
+def test_letters_that_the_terminal_has_not(typed: str) -> None:
+    """They are printed otherwise."""
+    done = subprocess.run(
+        [sys.executable, "-m", "refpar", *typed.split()], capture_output=True, timeout=60,
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (MATCHED, b"")
+    assert done.stdout.isascii()
+
+
+@pytest.mark.parametrize(
+    ("typed", "status"),
+    [
+        ("verify --data {tmp}/missing --json -", BAD_INPUT),
+        ("compare {tmp} {tmp}/foreign.safetensors --json -", BAD_INPUT),
+        ("memory --model gpt --json -", BAD_INPUT),
+        (f"{QUICK} --json -", FAILED),
+    ],
+)
+def test_json_says_what_went_wrong(
+    typed: str, status: int, wrong: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that reads standard output gets JSON whatever happens: an error, and the exit status."""
+    monkeypatch.setattr(verify, "package_text", lambda: (_ for _ in ()).throw(MemoryError("too much")))
+    assert cli.main(typed.replace("{tmp}", str(wrong)).split()) == status
+    out, err = capsys.readouterr()
+    told = json.loads(out)
+    assert told == {"schema": 1, "error": told["error"], "exit_status": status}
+    assert err == f"refpar: {told['error']}\n"
+
+
+def test_a_defect_is_told_from_bad_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With its traceback, and what to do with it."""
+    monkeypatch.setattr(verify, "package_text", lambda: 1 // 0)
+    assert cli.main(QUICK.split()) == FAILED
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("Traceback")
+    assert said[-1] == "refpar: this is a defect of refpar: please report it with the lines above"
 
 
 @contextlib.contextmanager

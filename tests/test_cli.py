@@ -222,6 +222,16 @@ if __name__ == "__main__":
 """
 
 
+def test_ranks_that_are_asked_for_are_run() -> None:
+    """No others, and each of them alike, whatever else is asked for."""
+    done = refpar("verify", "--only", "checkpoint,fp16", "--ranks", "3,2", "--steps", "1", "--json", "-")
+    rows = [(row["ranks"], row["layout"]) for row in json.loads(done.stdout)["results"]]
+    assert rows == [
+        (3, "dp=3,zero=3,micro_batches=2,recompute=block"), (2, "dp=2,zero=3,micro_batches=2,recompute=block"),
+        (3, "dp=3,zero=2"), (2, "dp=2,zero=2"), (3, "dp=3,zero=3,micro_batches=2"), (2, "dp=2,zero=3,micro_batches=2"),
+    ]  # fmt: skip
+
+
 def test_dead_rank_is_a_failed_run() -> None:
     """Exit status 3, and the rank and the signal."""
     done = subprocess.run([sys.executable, "-c", DYING], capture_output=True, text=True, timeout=120)
@@ -240,7 +250,7 @@ class Pool(processes.Pool):
         print("ranks start", file=sys.stderr, flush=True)
         super().__init__(*args)
 processes.Pool = Pool
-sys.exit(cli.main(["verify", "--only", "ring,dp", "--steps", "3000", "--ranks", "2"]))
+sys.exit(cli.main(["verify", "--only", "ring,dp", "--steps", "1000", "--ranks", "2"]))
 """
 
 

@@ -206,12 +206,11 @@ class Golden:
         }
 
     def write(self, folder: Path) -> None:
-        """Write the folder whole or not at all; it must not exist yet, or be empty."""
+        """Write the folder whole or not at all; it must not exist yet, or be empty, and the one above it must."""
         check_folder(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         versions = {"refpar": refpar.__version__, "numpy": np.__version__, "python": platform.python_version(),
                     "machine": platform.machine()}  # fmt: skip
-        room = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
+        room = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name[:50]}."))
         try:
             for name, content in {**self.files, "made_by.json": text(versions)}.items():
                 (room / name).write_bytes(content)
@@ -231,12 +230,11 @@ def check_folder(folder: Path) -> None:
     BadGolden
         There is something in it.
     OSError
-        It cannot be made.
+        It cannot be made. The folders above it are not made either: a name mistyped there would hide it.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise BadGolden(f"{folder} exists already: give the name of a new or an empty folder")
-    above = next(place for place in folder.absolute().parents if place.exists())
-    with tempfile.TemporaryDirectory(dir=above):
+    with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=f".{folder.name[:50]}."):
         pass
 
 

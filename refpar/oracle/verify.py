@@ -260,6 +260,14 @@ def zero_rows(stage: int) -> Callable[[Problem], Iterator[Row]]:
 
 def checkpoint_rows(problem: Problem) -> Iterator[Row]:
     """Activation checkpointing: the very bits of one device, with fewer bytes; and together with ZeRO-3."""
+    if 1 in (problem.ranks or (1,)):
+        yield from checkpoint_alone(problem)
+    for ranks in problem.counts((2, 3)):
+        yield hybrid_row(problem, "checkpoint", Layout(dp=ranks, zero=3, micro_batches=2, recompute="block"))
+
+
+def checkpoint_alone(problem: Problem) -> Iterator[Row]:
+    """On one rank nothing is added in another order: recomputation repeats every bit, and keeps fewer bytes."""
     [alone] = problem.world(1).run(train_alone, problem.case)
     for how in ("block", "sqrt"):
         row = hybrid_row(problem, "checkpoint", Layout(recompute=how), problem.case, alone, [])
@@ -267,8 +275,6 @@ def checkpoint_rows(problem: Problem) -> Iterator[Row]:
         if row.passed and kept >= without:
             row = replace(row, passed=False, detail=f"{kept} bytes of activations, {without} without recomputation")
         yield row
-    for ranks in problem.counts((2, 3)):
-        yield hybrid_row(problem, "checkpoint", Layout(dp=ranks, zero=3, micro_batches=2, recompute="block"))
 
 
 def train_alone(comm: Communicator, case: Case) -> Trace:
@@ -285,8 +291,10 @@ def fp16_rows(problem: Problem) -> Iterator[Row]:
     case = problem.halves
     truth = single.train(case)
     allowed = bounds.spread(truth, shaken=False)
-    for zero, ranks in enumerate(problem.counts(RANKS)):
-        layout = Layout(dp=ranks, zero=zero % 4, micro_batches=2)
+    for zero, ranks in enumerate(
+        problem.counts(RANKS)
+    ):  # every stage once; where ranks are asked for, all with stage 3
+        layout = Layout(dp=ranks, zero=zero if problem.ranks is None else 3, micro_batches=2)
         yield hybrid_row(problem, "fp16", layout, case, truth, allowed)
 
 

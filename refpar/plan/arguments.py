@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from typing import Any
 
 from refpar.plan import units
 
 Read = Callable[[str], Any]
+MOST = 10**9
+MOST_LAYERS = 1000
+MOST_OF_ALL = 10**18
 
 MEMORY = (
     "What each device has to hold: weights, gradients, optimizer, buffers, activations; for one setup, "
@@ -74,8 +78,9 @@ def model(p: argparse.ArgumentParser) -> None:
         "--params", metavar="N", type=read(units.read_count), help="number of parameters, such as 7.5e9 or 7.5B"
     )
     group.add_argument("--family", choices=("gpt", "llama"), default="gpt", help="of a model given by its sizes")
+    number(group, "--layers", "blocks", most=MOST_LAYERS)
     for name, text in (
-        ("--layers", "blocks"), ("--width", "hidden features"), ("--heads", "attention heads"),
+        ("--width", "hidden features"), ("--heads", "attention heads"),
         ("--kv-heads", "heads of keys and values"), ("--mlp-width", "hidden features of the MLP"),
         ("--vocabulary", "words"),
     ):  # fmt: skip
@@ -98,7 +103,7 @@ def run(p: argparse.ArgumentParser) -> None:
     group.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
 
 
-def number(group: Any, name: str, text: str, default: int | None = None) -> None:
+def number(group: Any, name: str, text: str, default: int | None = None, most: int = MOST) -> None:
     """Add a whole number."""
     least = 0 if default == 0 else 1
 
@@ -109,6 +114,8 @@ def number(group: Any, name: str, text: str, default: int | None = None) -> None
             value = None
         if value is None or value < least:
             raise argparse.ArgumentTypeError(f"{given!r} is no whole number of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{given!r} is too many: at most {most:,}")
         return value
 
     shown = "" if default is None else f" (default: {default:,})"
@@ -126,8 +133,13 @@ def read(reader: Read) -> Read:
 
     def reading(text: str) -> Any:
         try:
-            return reader(text)
+            value = reader(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
+        except OverflowError:
+            value = math.inf
+        if value > MOST_OF_ALL:
+            raise argparse.ArgumentTypeError(f"{text!r} is too large: at most 1e18")
+        return value
 
     return reading

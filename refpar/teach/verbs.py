@@ -101,7 +101,7 @@ def figures(folder: Path, kind: str, only: Sequence[str]) -> int:
 
     pictures.library()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # and none above it, whose name may be mistyped
     except OSError as error:
         raise Refused(f"-o {folder}: {error.strerror}") from None
     for name, path in pictures.draw_all(folder, kind, only):
@@ -116,12 +116,8 @@ def say(lines: Iterable[str]) -> None:
     """Print lines; colours and bold only where somebody looks."""
     out = sys.stdout
     plain = not out.isatty() or "NO_COLOR" in os.environ
-    try:
-        for line in lines:
-            print(re.sub(r"\x1b\[[\d;]*m", "", line) if plain else line, file=out)
-        out.flush()
-    except BrokenPipeError:  # somebody has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+    for line in lines:
+        print(re.sub(r"\x1b\[[\d;]*m", "", line) if plain else line, file=out)
 
 
 def coloured(lines: Iterable[str]) -> Iterable[str]:
