@@ -199,6 +199,13 @@ def test_the_limit_is_checked(timeout: float) -> None:
         World(2, timeout=timeout)
 
 
+@pytest.mark.parametrize("method", ["fork", "frok", 3])
+def test_the_start_method_is_checked(method: Any) -> None:
+    """A fork of the caller itself would inherit locks that a thread of it holds."""
+    with pytest.raises(ValueError, match=f"start_method is {method!r}; it must be one of forkserver, spawn"):
+        World(2, start_method=method)
+
+
 def test_what_cannot_be_sent_is_named(world: World) -> None:
     """Before any rank hears of it."""
     with pytest.raises(TypeError, match=r"argument 2 of World.run, <generator .*, cannot be sent to the ranks"):

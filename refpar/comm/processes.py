@@ -35,6 +35,7 @@ from refpar.comm.pool import Pool
 from refpar.comm.starting import PROCESS_NAME
 
 MOST_RANKS = 512
+START_METHODS = ("forkserver", "spawn")  # never "fork": see above
 
 
 class World:
@@ -56,6 +57,8 @@ class World:
 
     Raises
     ------
+    ValueError
+        An argument is none of these.
     refpar.arrays.Unavailable
         The backend is not installed, or this is one of several MPI ranks; where there is no GPU, the first
         ``run`` raises it.
@@ -83,6 +86,8 @@ class World:
         mpi.refuse_local_ranks()
         self.backend = arrays.chosen_backend(backend)
         start_method = start_method or ("forkserver" if self.backend == "numpy" else "spawn")
+        if start_method not in START_METHODS:
+            raise ValueError(f"start_method is {start_method!r}; it must be one of {', '.join(START_METHODS)}")
         if self.backend != "numpy" and start_method != "spawn":
             raise ValueError(f"start_method is {start_method!r}; ranks on {self.backend} must be spawned")
         self.ranks, self.timeout = ranks, timeout
