@@ -56,7 +56,7 @@ def chosen_backend(asked: str | None = None) -> str:
     where = "backend" if asked is not None else "REFPAR_BACKEND"
     name = asked if asked is not None else os.environ.get("REFPAR_BACKEND") or "numpy"
     if name not in BACKENDS:
-        near = difflib.get_close_matches(name, BACKENDS, 1)
+        near = difflib.get_close_matches(str(name), BACKENDS, 1)
         hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(BACKENDS)}"
         raise ValueError(f"{where} {name!r} is unknown: {hint}")
     if importlib.util.find_spec(name) is None:
