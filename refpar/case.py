@@ -9,7 +9,6 @@ is carried from one step to the next: whoever has it can go on, in the same layo
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from refpar import rng
-from refpar.checks import fix, real, short, whole
+from refpar.checks import fix, meant, real, short, whole
 from refpar.nn.checkpoint import segment_length
 from refpar.nn.models import GPT, MLP, initial_value
 from refpar.optim import SGD, Adam, AdamW, new_state
@@ -249,9 +248,7 @@ class Layout:
             key, equals, value = (word.strip() for word in part.partition("="))
             key = key.replace("-", "_")
             if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
-                raise ValueError(f"layout key {key!r} is unknown: {hint}")
+                raise ValueError(f"layout key {key!r} is unknown: {meant(key, known)}")
             if not equals or not value:
                 raise ValueError(f"layout {part!r} has no value: write {key}=VALUE")
             if key in values:

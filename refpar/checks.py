@@ -6,10 +6,11 @@ numbers, a saved run would belong to another case, and JSON would not take it.
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -61,3 +62,9 @@ def short(value: Any) -> str:
     """Return how a value prints, in one line of at most 60 characters."""
     text = " ".join(repr(value).split())
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def meant(name: str, known: Iterable[str], otherwise: str = "") -> str:
+    """Return what may have been meant by a name that is not among those ``known``: one, or ``otherwise``, or all."""
+    near = difflib.get_close_matches(name, known := list(known), 1)
+    return f"did you mean {near[0]}?" if near else otherwise or f"known are {', '.join(known)}"

@@ -340,15 +340,18 @@ def write_json(place: str | None, report: Any) -> None:
 
 def names(text: str) -> list[str]:
     """Read ``--only``."""
-    import difflib
+    return several(text, "technique", TECHNIQUES)
 
-    chosen = [name.strip() for name in text.split(",")]
+
+def several(text: str, what: str, known: Sequence[str]) -> list[str]:
+    """Read some of the ``known`` names, with commas between them; each counts once."""
+    from refpar.checks import meant
+
+    chosen = list(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in chosen:
-        if name not in TECHNIQUES:
-            near = difflib.get_close_matches(name, TECHNIQUES, 1)
-            hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(TECHNIQUES)}"
-            raise argparse.ArgumentTypeError(f"no technique is called {name!r}: {hint}")
-    return list(dict.fromkeys(chosen))
+        if name not in known:
+            raise argparse.ArgumentTypeError(f"no {what} is called {name!r}: {meant(name, known)}")
+    return chosen
 
 
 def layout(text: str) -> Any:
@@ -654,22 +657,12 @@ def cost(text: str) -> Any:
 
 def story(text: str) -> str:
     """Read the name of a technique to be shown."""
-    import difflib
-
-    if text not in STORIES:
-        near = difflib.get_close_matches(text, STORIES, 1)
-        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(STORIES)}"
-        raise argparse.ArgumentTypeError(f"no story is called {text!r}: {hint}")
-    return text
+    return several(text.replace(",", " "), "story", STORIES)[0]
 
 
 def pictures(text: str) -> list[str]:
     """Read ``figures --only``."""
-    chosen = [name.strip() for name in text.split(",")]
-    for name in chosen:
-        if name not in PICTURES:
-            raise argparse.ArgumentTypeError(f"no picture is called {name!r}: known are {', '.join(PICTURES)}")
-    return chosen
+    return several(text, "picture", PICTURES)
 
 
 # On paper: refpar.plan

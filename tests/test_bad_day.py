@@ -107,7 +107,7 @@ NUMBERS = {
     "plan: an unknown model": ("plan --model lama3-8b --gpus 8", "llama3-8b"),
     "plan: no devices": ("plan --model gpt2-xl --gpus 0", "--gpus"),
     "plan: an unknown recipe": ("plan --model gpt2-xl --gpus 8 --recipe mixd-adam", "mixed-adam"),
-    "golden: an unknown case": ("golden integer -o {tmp}/new", "integers"),
+    "golden: an unknown case": ("golden integer -o {tmp}/new", "did you mean integers?"),
     "golden: a type that there is not": ("golden integers -o {tmp}/new --dtype float8", "float8"),
     "golden: nowhere to write": ("golden integers", "-o"),
     "schedule: an unknown one": ("schedule gpip", "gpip"),
@@ -119,7 +119,7 @@ NUMBERS = {
     "mistakes: more steps than can be kept": ("mistakes tail_not_reduced --steps 99999999", "at most 1,000"),
     "show: an unknown technique": ("show rign", "ring"),
     "mistakes: an unknown one": ("mistakes tail_not_reducd", "tail_not_reduced"),
-    "figures: an unknown one": ("figures -o {tmp}/new --only pipelin", "pipeline"),
+    "figures: an unknown one": ("figures -o {tmp}/new --only pipelin", "did you mean pipeline?"),
     "no verb": ("", "VERB"),
     "an unknown verb": ("verfy", "verfy"),
 }
@@ -137,6 +137,7 @@ FILES = {
     "compare: an empty candidate": ("compare --reference {tmp}/foreign.safetensors {tmp}/empty", "{tmp}/empty"),
     "compare: a binary candidate": ("compare --reference {tmp}/foreign.safetensors {tmp}/noise.npz", "{tmp}/noise.npz"),
     "compare: a candidate cut off": ("compare --reference {tmp}/foreign.safetensors {tmp}/cut", "{tmp}/cut"),
+    "compare: a file where the golden goes": ("compare {tmp}/foreign.safetensors {tmp}", "a golden is a folder"),
     "schedule: a folder": ("schedule {tmp}", "{tmp}"),
     "schedule: a binary file": ("schedule {tmp}/noise", "{tmp}/noise"),
 }

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import random
 import struct
 import zipfile
@@ -103,6 +104,8 @@ def test_shape_and_type_are_checked(ragged: Golden, honest: Arrays, tmp_path: Pa
         "shape (5, 3), expected (15,)"
         in check(ragged, {**honest, name: honest[name].reshape(5, 3)}, tmp_path).first.problem
     )
+    name = "step0/gradient/embedding.token.weight"
+    assert "as torch keeps" in check(ragged, {**honest, name: honest[name].T.copy()}, tmp_path).first.problem
     half = check(ragged, {**honest, name: honest[name].astype(np.float16)}, tmp_path)
     assert "float16, which is narrower than float32" in half.first.problem
 
@@ -366,13 +369,64 @@ def test_command_reports(integers: Golden, tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err.count("\n") == 4
 
 
-def test_first_steps_alone(integers: Golden, tmp_path: Path) -> None:
+def test_first_steps_alone(integers: Golden, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``--steps 1`` asks for the first step only."""
     integers.write(tmp_path / "golden")
     np.savez(tmp_path / "one.npz", **{n: x for n, x in integers.expected.items() if n.startswith("step0")})
     command = ["compare", str(tmp_path / "golden"), str(tmp_path / "one.npz")]
     assert main([*command, "--steps", "1"]) == 0
     assert main(command) == 1
+    told = capsys.readouterr().out
+    assert "of 2 steps the dump has the first 1: --steps 1 compares those" in told
+    assert "known mistakes" not in told  # which change numbers, and none of those that are there is wrong
+    assert main([*command, "--steps", "3"]) == 2
+    assert "has 2 steps" in capsys.readouterr().err
+
+
+def saved_by_torch(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02}q\x00.")
+
+
+def a_golden(path: Path) -> None:
+    path.mkdir()
+    (path / "SHA256SUMS").touch()
+
+
+NO_DUMPS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "one array": (lambda path: path.write_bytes(b"\x93NUMPY\x01\x00" + b" " * 100), "write all of them by numpy.savez"),
+    "a pickle": (lambda path: path.write_bytes(pickle.dumps({"x": np.ones(3)})), "nothing is unpickled"),
+    "what torch saves": (saved_by_torch, "safetensors.torch.save_file"),
+    "a golden": (a_golden, "this is a golden, which comes first"),
+}
+
+
+@pytest.mark.parametrize("what", NO_DUMPS)
+def test_what_people_have_instead_of_a_dump(tmp_path: Path, what: str) -> None:
+    """It is recognised, and the line says what to write instead."""
+    write, words = NO_DUMPS[what]
+    write(tmp_path / "mine")
+    with pytest.raises(BadDump, match=words):
+        open_dump([tmp_path / "mine"])
+
+
+def test_a_header_may_begin_like_a_pickle(tmp_path: Path) -> None:
+    """Its length is the first number of a safetensors file: 0x280 is no sign of anything."""
+    for filler in range(1000):
+        blob = save({"x": np.ones(3)}, {"filler": "x" * filler})
+        if blob.startswith(b"\x80"):
+            (tmp_path / "mine").write_bytes(blob)
+            assert open_dump([tmp_path / "mine"]).values["x"].shape == (3,)
+            return
+    pytest.fail("no length of a header was of that kind")
+
+
+def test_junit_is_xml_whatever_files_are_called(tmp_path: Path, integers: Golden) -> None:
+    """Names may hold what XML cannot."""
+    verdict = check(integers, {n: x + 1 for n, x in integers.expected.items()}, tmp_path)
+    for name in ("a & b <c>.npz", "a\x01\x1b[31m", "\udcff", "\ufffe", "ä…"):
+        suite = ElementTree.fromstring(reports.as_junit(verdict, name).encode())
+        assert suite.get("failures") == str(len(suite.findall("testcase/failure")))
 
 
 def test_first_steps_of_ones_own_reference(tmp_path: Path) -> None:

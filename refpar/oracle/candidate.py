@@ -73,7 +73,9 @@ class Walk:
             value = self.dump.values[self.names[name]]
             shape = () if value.shape == (1,) and not true.shape else value.shape
             if shape != true.shape:
-                self.problem(step, short, f"has shape {value.shape}, expected {true.shape}")
+                turned = len(shape) > 1 and shape == true.shape[::-1]
+                hint = ": it is transposed, as torch keeps weights: (outputs, inputs)" if turned else ""
+                self.problem(step, short, f"has shape {value.shape}, expected {true.shape}{hint}")
             elif narrower(value.dtype, self.dtype) and name in self.bound:
                 self.problem(step, short, f"is {value.dtype}, which is narrower than {self.dtype}")
             else:
@@ -151,6 +153,9 @@ def verdict(walk: Walk, tier: str) -> Comparison:
         raise BadDump("there is nothing to compare: the dump has no value of a name that is expected")
     strangers = [name for name in walk.dump.values if name not in walk.names.values()]
     notes = [f"{len(strangers)} values of the dump have no counterpart, such as {strangers[0]}"] if strangers else []
+    there, steps = {split_step(name)[0] for name in walk.names}, {split_step(name)[0] for name in walk.expected}
+    if there and there < steps and max(there) < min(steps - there):
+        notes.append(f"of {len(steps)} steps the dump has the first {len(there)}: --steps {len(there)} compares those")
     return Comparison(
         walk.compared, *walk.nearest[1:], tier, walk.found, not_compared=dict(walk.missing_kinds), notes=notes
     )

@@ -50,6 +50,13 @@ DTYPES = {
 }  # fmt: skip
 
 
+INSTEAD = {
+    b"\x93NUM": "one array, without a name: write all of them by numpy.savez(PATH, **arrays)",
+    b"\x80": "a pickle, and nothing is unpickled: write it by numpy.savez or safetensors",
+}
+"""What a file that is no dump is, by how it begins, and what to do about it."""
+
+
 class BadDump(Exception):
     """A file that cannot be used; the text is one line."""
 
@@ -89,7 +96,7 @@ class Opened:
             with open(path, "rb") as file:
                 beginning = file.read(4)
             zipped = beginning.startswith(b"PK")
-            self.entries = self._contents_npz() if zipped else self._contents_safetensors()
+            self.entries = self._contents_npz() if zipped else self._contents_safetensors(beginning)
         except OSError as error:
             raise BadDump(f"{path}: {error.strerror or error}") from None
         self.zipped = zipped
@@ -103,7 +110,7 @@ class Opened:
             raise BadDump(f"{self.path}: {name}: {_line(error)}") from None
         return data
 
-    def _contents_safetensors(self) -> dict[str, Entry]:
+    def _contents_safetensors(self, beginning: bytes) -> dict[str, Entry]:
         try:
             with safe_open(self.path, "np") as file:
                 self.metadata = file.metadata() or {}
@@ -113,11 +120,14 @@ class Opened:
                     for name, s in slices.items()
                 }
         except SafetensorError as error:
+            for start, what in INSTEAD.items():
+                if beginning.startswith(start):
+                    raise BadDump(f"{self.path}: this is {what}") from None
             raise BadDump(f"{self.path}: neither a safetensors nor an npz file, or cut off: {_line(error)}") from None
 
     def _bytes_safetensors(self, name: str, entry: Entry) -> HostArray:
         if entry.dtype not in DTYPES.values():
-            raise ValueError(f"arrays of type {entry.dtype} are not read")
+            raise ValueError(f"arrays of type {entry.dtype} are not read: write them in a wider one, such as float32")
         with safe_open(self.path, "np") as file:
             return np.asarray(file.get_tensor(name))
 
@@ -127,6 +137,11 @@ class Opened:
         entries = {}
         try:
             with zipfile.ZipFile(self.path) as archive:
+                if any(name.endswith("data.pkl") for name in archive.namelist()):
+                    raise BadDump(
+                        f"{self.path}: this is what torch.save writes, and nothing is unpickled: write it by "
+                        "safetensors.torch.save_file"
+                    )
                 for info in archive.infolist():
                     name = info.filename.removesuffix(".npy")
                     where = f"{self.path}: {short(name)}"
@@ -279,6 +294,8 @@ def open_dump(paths: Sequence[Path], sharding: Path | None = None) -> Dump:
     """
     if len(paths) == 1 and paths[0].is_dir():
         folder = paths[0]
+        if (folder / "SHA256SUMS").exists():
+            raise BadDump(f"{folder}: this is a golden, which comes first; its answer is {folder}/expected.safetensors")
         paths = sorted((p for p in folder.iterdir() if p.suffix in (".safetensors", ".npz")), key=_by_number)
         if not paths:
             raise BadDump(f"{folder}: no .safetensors or .npz file in it")

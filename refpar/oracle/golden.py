@@ -73,6 +73,7 @@ import refpar
 from refpar import rng, split
 from refpar.arrays import accumulator
 from refpar.case import Batch, Case, Layout, Trace
+from refpar.checks import meant
 from refpar.comm.communicator import Communicator
 from refpar.comm.ledger import Ledger
 from refpar.comm.processes import World
@@ -257,7 +258,7 @@ def make(name: str, dtype: str | None = None, *, world: Any = None) -> Golden:
     if name == REDUCTION:
         return reduction(dtype or "float32")
     if name not in CASES:
-        raise ValueError(f"no case is called {name!r}: known are {', '.join(listing())}")
+        raise ValueError(f"no case is called {name!r}: {meant(name, listing())}")
     named = CASES[name]
     if named.dtype == "float16" and dtype not in (None, "float16"):
         raise ValueError(f"{name} is about float16: in {dtype} there is nothing to overflow")
@@ -447,7 +448,8 @@ def check_sums(folder: Path) -> str:
     try:
         sums = (folder / "SHA256SUMS").read_bytes()
     except OSError as error:
-        raise BadGolden(f"{folder} is no golden: SHA256SUMS: {error.strerror}") from None
+        what = "it is a file, and a golden is a folder" if folder.is_file() else f"SHA256SUMS: {error.strerror}"
+        raise BadGolden(f"{folder} is no golden: {what}") from None
     lines = {name: digest for digest, _, name in (line.partition("  ") for line in sums.decode("latin-1").splitlines())}
     for name in FILES:
         try:

@@ -103,21 +103,22 @@ def as_junit(comparison: Comparison, name: str) -> str:
     failures = [found for found in comparison.divergences if found.role != "consequence"]
     skipped = len(comparison.divergences) - len(failures)
     suite = ElementTree.Element(
-        "testsuite", name=f"refpar compare {name}", tests=str(1 + len(comparison.divergences)),
+        "testsuite", name=f"refpar compare {clean(name)}", tests=str(1 + len(comparison.divergences)),
         failures=str(len(failures) + (not comparison.ok)), skipped=str(skipped), errors="0",
     )  # fmt: skip
-    whole = ElementTree.SubElement(suite, "testcase", classname=f"refpar.{name}", name="all values")
+    whole = ElementTree.SubElement(suite, "testcase", classname=f"refpar.{clean(name)}", name="all values")
     if not comparison.ok:
         failure = ElementTree.SubElement(whole, "failure", message=clean(headline(comparison, name)))
         failure.text = clean(as_text(comparison, name))
     for found in comparison.divergences:
         case = ElementTree.SubElement(
-            suite, "testcase", classname=f"refpar.{name}.step{found.step}", name=clean(found.name)
+            suite, "testcase", classname=f"refpar.{clean(name)}.step{found.step}", name=clean(found.name)
         )
         kind = "skipped" if found.role == "consequence" else "failure"
         entry = ElementTree.SubElement(case, kind, message=clean(f"{found.role}: {found}"))
         entry.text = clean("\n".join(found.causes))
-    return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
+    content: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+    return content.decode() + "\n"
 
 
 def clean(text: str) -> str:

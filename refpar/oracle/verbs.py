@@ -9,7 +9,7 @@ from typing import Any
 from refpar import arrays
 from refpar.oracle import candidate, control, dumps, explain, golden, reports
 from refpar.oracle.compare import Comparison
-from refpar.oracle.dumps import BadDump, Dump, open_dump
+from refpar.oracle.dumps import REPLICAS, BadDump, Dump, open_dump
 
 
 def golden_text(
@@ -56,7 +56,7 @@ def compare(
 
     Parameters
     ----------
-    explained : whether to replay the known mistakes where a candidate differs from a golden
+    explained : whether to replay the known mistakes where numbers of a candidate differ from a golden's
 
     Raises
     ------
@@ -77,9 +77,12 @@ def compare(
     if sha256 and digest != sha256.lower():
         raise ValueError(f"{paths[0]} has the SHA-256 {digest}, not {sha256}")
     made = golden.load(paths[0])
+    if steps is not None and steps > made.steps:
+        raise ValueError(f"--steps {steps}: {paths[0]} has {made.steps} steps")
     dump = open_dump(paths[1:], sharding)
     result = candidate.check(made, dump, steps=steps)
-    if explained and not result.ok and made.case is not None and made.layout is not None:
+    numbers = any(found.problem == "" or found.problem.startswith(REPLICAS) for found in result.divergences)
+    if explained and numbers and made.case is not None and made.layout is not None:
         result.notes.extend(explanation(made, dump, result))
     return result, made.name, digest
 

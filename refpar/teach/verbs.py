@@ -82,15 +82,12 @@ def list_mistakes() -> int:
 
 def one_mistake(name: str, steps: int) -> int:
     """``refpar mistakes NAME``: make a mistake, beside the truth."""
-    import difflib
-
+    from refpar.checks import meant
     from refpar.oracle.mistakes import CATALOGUE
     from refpar.teach import mistaken
 
     if name not in CATALOGUE:
-        near = difflib.get_close_matches(name, CATALOGUE, 1)
-        hint = f"did you mean {near[0]}?" if near else "refpar mistakes lists them"
-        raise Refused(f"no mistake is called {name!r}: {hint}")
+        raise Refused(f"no mistake is called {name!r}: {meant(name, CATALOGUE, 'refpar mistakes lists them')}")
     say(headed(mistaken.beside_the_truth(name, steps)))
     return RIGHT
 
