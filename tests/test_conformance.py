@@ -224,6 +224,7 @@ def test_pytest_runs_the_battery_and_nothing_else() -> None:
         ("on_conformance", "must be written package.module:Class"),
         ("no_such_module:X", "cannot import no_such_module"),
         ("on_conformance:Nothing", "has no Nothing"),
+        ("refpar.conformance.example:Example", r"Example\(\) raised TypeError: .* missing 4 required"),
         ("on_conformance:Limits", "can do nothing: it must have one of all_reduce"),
     ],
 )
@@ -231,6 +232,14 @@ def test_adapter_that_cannot_be_used(spec: str, why: str) -> None:
     """One line says what is wrong with it."""
     with pytest.raises(BadAdapter, match=why):
         load(spec)
+
+
+def test_adapter_in_a_file_that_is_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the user's mistake, and is told as one."""
+    (tmp_path / "no_python.py").write_text("def (")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(BadAdapter, match="cannot import no_python: SyntaxError: invalid syntax"):
+        load("no_python:X")
 
 
 def test_methods_for_ranks_need_ranks() -> None:

@@ -64,13 +64,17 @@ def load(spec: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(module)
-    except ImportError as error:
-        raise BadAdapter(f"adapter {spec}: cannot import {module}: {error}") from None
+    except Exception as error:  # whatever it raises
+        what = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise BadAdapter(f"adapter {spec}: cannot import {module}: {what}") from None
     for part in path.split("."):
         if not hasattr(found, part):
             raise BadAdapter(f"adapter {spec}: {module} has no {path}")
         found = getattr(found, part)
-    adapter = found() if inspect.isclass(found) else found
+    try:
+        adapter = found() if inspect.isclass(found) else found
+    except Exception as error:
+        raise BadAdapter(f"adapter {spec}: {path}() raised {type(error).__name__}: {error}") from None
     if not any(callable(getattr(adapter, name, None)) for name in BY_RANK):
         raise BadAdapter(f"adapter {spec} can do nothing: it must have one of {', '.join(BY_RANK)}")
     return adapter
