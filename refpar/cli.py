@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 MATCHED, MISMATCH, BAD_INPUT, FAILED, INTERRUPTED = 0, 1, 2, 3, 130
 TECHNIQUES = ("ring", "dp", "zero1", "zero2", "zero3", "tp", "pp", "hybrid", "checkpoint", "fp16")
+WIDTH = 160  # columns where nobody looks: a file, or a pipe
 MOST_RANKS = 512
 MOST_ON_GPUS = 12
 MOST_KEPT = 1000  # steps of a run that keeps every array of every step, a megabyte each
@@ -244,8 +245,9 @@ def run_rows(problem: Problem, only: Sequence[str]) -> list[Row]:
 
 def show(rows: Sequence[Row], skipped: Sequence[str], out: Any) -> None:
     """Print the table, what could not be run, and the verdict."""
-    from rich.console import Console
     from rich.table import Table
+
+    from refpar.screen import Screen
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("technique", "ranks", "layout", "compared", "error of allowed", "sent by a rank", "predicted", ""):
@@ -262,8 +264,7 @@ def show(rows: Sequence[Row], skipped: Sequence[str], out: Any) -> None:
             "-" if row.bytes_expected is None else f"{max(row.bytes_expected) / row.steps:,.0f} B",
             "[green]ok[/]" if row.passed else "[red]WRONG[/]",
         )
-    width = None if out.isatty() else 160
-    console = Console(file=out, width=width, highlight=False)
+    console = Screen(out, WIDTH)
     console.print(table)
     for reason in skipped:
         console.print(f"not run: {reason}", markup=False, soft_wrap=True)
@@ -511,10 +512,11 @@ def problem_of(options: argparse.Namespace, text: bytes) -> Any:
 @contextlib.contextmanager
 def watching(steps: int, begun: int) -> Iterator[Any]:
     """Give what is called for each step: it shows a bar on a terminal or else a line now and then, and then sums up."""
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    from refpar.screen import Screen
+
+    console = Screen(sys.stdout, WIDTH)
     lines: list[Any] = []
     columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:

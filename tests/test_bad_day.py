@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
+import re
 import resource
 import shlex
 import subprocess
@@ -358,6 +360,34 @@ def test_a_defect_is_told_from_bad_input(monkeypatch: pytest.MonkeyPatch, capsys
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("Traceback")
     assert said[-1] == "refpar: this is a defect of refpar: please report it with the lines above"
+
+
+class Terminal(io.StringIO):
+    """What is printed to it is looked at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "verify --only ring,dp --ranks 2 --steps 1",
+        "memory --model gpt2-xl --gpus 8 --device-memory 16GB --lines --zero 1",
+        "plan --model gpt2-xl --gpus 8 --device-memory 80GB",
+    ],
+)
+def test_nothing_of_a_table_is_cut_off(typed: str, columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal that is too narrow it goes beyond the edge: all its words are there, the verdict of a row too."""
+    words = []
+    for width in ("400", columns):
+        monkeypatch.setattr(sys, "stdout", out := Terminal())
+        monkeypatch.setenv("COLUMNS", width)
+        monkeypatch.setenv("NO_COLOR", "1")
+        cli.main(typed.split())
+        words.append(sorted(re.sub(r"\x1b\[\d*m", "", out.getvalue()).split()))
+    assert words[0] == words[1]
 
 
 @contextlib.contextmanager

@@ -27,6 +27,7 @@ from refpar.plan.repairs import Change
 from refpar.plan.setups import Setup, check
 from refpar.plan.speed import Hardware
 from refpar.plan.units import count, gb, gib, seconds
+from refpar.screen import Screen
 
 FITS, DOES_NOT_FIT = 0, 1
 WIDTH = 100
@@ -458,8 +459,7 @@ def reasons(
 
 def console_of(options: argparse.Namespace) -> Console:
     """Return where tables go: standard error where JSON takes standard output."""
-    out = sys.stderr if options.json == "-" else sys.stdout
-    return Console(file=out, width=None if out.isatty() else WIDTH, highlight=False)
+    return Screen(sys.stderr if options.json == "-" else sys.stdout, WIDTH)
 
 
 def table_of(first: str, *columns: str) -> Table:
