@@ -11,6 +11,7 @@ import contextlib
 import functools
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -303,12 +304,23 @@ def read(path: Path) -> bytes:
 
 
 def check_places(options: argparse.Namespace, *names: str) -> None:
-    """Refuse, before the run, to write its results where that cannot be done."""
+    """Refuse, before the run, to write its results where that cannot be done, or over one another or what is read."""
     from refpar import files
 
+    taken: dict[str, str] = {}
+    for name in ("data", "resume", "reference", "control", "sharding", "paths"):
+        given = getattr(options, name, None)
+        for path in given if isinstance(given, list) else [given] if given is not None else []:
+            taken[os.path.realpath(path)] = "is read"
     for name in names:
         path = getattr(options, name)
-        if path is not None and str(path) != "-" and speaks():
+        if path is None or str(path) == "-":
+            continue
+        place = os.path.realpath(path)
+        if place in taken and not (name == "save" and path == options.resume) and not place.startswith("/dev/"):
+            raise BadInput(f"--{name} {path}: this {taken[place]}, and would be lost")
+        taken[place] = f"is what --{name} writes"
+        if speaks():
             try:
                 files.check_place(Path(path))
             except OSError as error:

@@ -77,6 +77,7 @@ def load(path: str | os.PathLike[str]) -> State:
     from safetensors import SafetensorError, safe_open
 
     try:
+        open(path, "rb").close()  # safetensors has words of its own for a folder, and others
         with safe_open(os.fspath(path), framework="np") as file:
             text = (file.metadata() or {}).get(KEY)
             if text is None:

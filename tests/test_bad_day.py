@@ -50,7 +50,7 @@ SAVED = {
     f"resume: {what}": (f"{SMALL} --data {{tmp}}/text --resume {file}", words)
     for what, file, words in (
         ("no such file", "{tmp}/missing", "No such file"),
-        ("a folder", "{tmp}", "--resume"),
+        ("a folder", "{tmp}", "{tmp}: Is a directory"),
         ("an empty file", "{tmp}/empty", "{tmp}/empty"),
         ("a binary file", "{tmp}/noise", "{tmp}/noise"),
         ("somebody else's safetensors", "{tmp}/foreign.safetensors", "{tmp}/foreign.safetensors"),
@@ -141,6 +141,7 @@ FILES = {
     "compare: a candidate cut off": ("compare --reference {tmp}/foreign.safetensors {tmp}/cut", "{tmp}/cut"),
     "compare: a file where the golden goes": ("compare {tmp}/foreign.safetensors {tmp}", "a golden is a folder"),
     "schedule: a folder": ("schedule {tmp}", "{tmp}"),
+    "schedule: a micro-batch that nobody has": ("schedule {tmp}/far", "'F99999999999' is no pass"),
     "schedule: a binary file": ("schedule {tmp}/noise", "{tmp}/noise"),
 }
 
@@ -162,6 +163,19 @@ TARGETS = {
         ("below a file", "{tmp}/text/more", "{tmp}/text"),
     )
 } | {
+    "train: over what was saved": (
+        f"{SMALL} --data {{tmp}}/text --save {{tmp}}/new --trace {{tmp}}/new",
+        "--trace {tmp}/new: this is what --save writes",
+    ),
+    "train: over what is resumed": (
+        f"{SMALL} --steps 3 --data {{tmp}}/text --resume {{tmp}}/saved --trace {{tmp}}/saved",
+        "saved: this is read",
+    ),
+    "verify: over the text": (f"{QUICK} --data {{tmp}}/text --json {{tmp}}/../{{name}}/text", "text: this is read"),
+    "compare: over the candidate": (
+        "compare --reference {tmp}/saved {tmp}/foreign.safetensors --json {tmp}/foreign.safetensors",
+        "this is read",
+    ),
     "golden -o: a folder that is there": ("golden integers -o {tmp}/folder", "{tmp}/folder"),
     "golden -o: where nothing can be made": ("golden integers -o /sys/refpar-test", "/sys"),
     "golden -o: in a folder that is not there": ("golden integers -o {tmp}/fodler/new", "fodler/new: No such file"),
@@ -188,6 +202,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (tmp / "noise").write_bytes(np.random.default_rng(0).bytes(1000))
     (tmp / "noise.npz").write_bytes(b"PK\3\4" + np.random.default_rng(0).bytes(1000))
     (tmp / "list.json").write_text("[1, 2]")
+    (tmp / "far").write_text("F0 F99999999999 B0")
     (tmp / "folder").mkdir()
     (tmp / "folder" / "kept").write_text("kept")
     (tmp / "full").symlink_to("/dev/full")
@@ -210,7 +225,7 @@ def contents(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize("what", BAD)
 def test_one_clear_line(what: str, wrong: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Exit status 2; one line that names what is wrong; and every file is as it was."""
-    typed, words = (text.replace("{tmp}", str(wrong)) for text in BAD[what])
+    typed, words = (text.replace("{tmp}", str(wrong)).replace("{name}", wrong.name) for text in BAD[what])
     before = contents(wrong)
     status = cli.main(typed.split())
     said = capfd.readouterr().err.splitlines()

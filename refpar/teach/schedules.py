@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+from refpar.checks import short
 from refpar.parallel.schedule import (
     Backward,
     Forward,
@@ -116,9 +117,9 @@ def parse(text: str) -> Schedule:
 
 
 def _word(word: str, stage: int, line: int) -> Forward | Backward:
-    match = re.fullmatch(r"([FB])(\d+)(?:\.(\d+))?", word)
+    match = re.fullmatch(r"([FB])(\d{1,4})(?:\.(\d{1,4}))?", word, re.ASCII)
     if match is None:
-        raise ScheduleError(f"line {line}: {word!r} is no pass: write F2 or B2, or F2.5 for slice 5 of the model")
+        raise ScheduleError(f"line {line}: {short(word)} is no pass: write F2 or B2, or F2.5 for slice 5 of the model")
     letter, m, v = match.groups()
     return (Forward if letter == "F" else Backward)(int(m), stage if v is None else int(v))
 
