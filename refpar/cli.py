@@ -66,6 +66,7 @@ def judged(argv: Sequence[str] | None) -> int:
     except BadInput as error:
         return complain(error, BAD_INPUT, options)
     except KeyboardInterrupt:
+        exec("")  # or CPython ends by the signal, if that came within another exec, as while a dataclass was made
         return complain("interrupted", INTERRUPTED, options)
     except Exception as error:
         from refpar.arrays import Unavailable
@@ -478,15 +479,19 @@ def train(options: argparse.Namespace) -> int:
     check_places(options, "save", "trace")
     if options.trace is not None:
         opened = recording(options)
+
+    def keep(trace: Any) -> None:
+        if options.save is not None and speaks():
+            try:
+                state.save(options.save, trace)
+            except state.StateError as error:
+                raise BadInput(f"--save {error}") from None
+
     with opened(layout.ranks) as world, watching(options.steps, 0 if begin is None else begin.step) as hear:
-        trace, stopped = longrun.train(case, layout, world=world, start=begin, hear=hear)
+        trace, stopped = longrun.train(case, layout, world=world, start=begin, hear=hear, keep=keep)
     made = trace.begun + len(trace.steps)
     print(f"refpar train: {'stopped' if stopped else 'done'} after step {made} of {options.steps} in {layout}")
-    if options.save is not None and speaks():
-        try:
-            state.save(options.save, trace)
-        except state.StateError as error:
-            raise BadInput(f"--save {error}") from None
+    if options.save is not None:
         print(f"refpar train: saved to {options.save}; go on with --resume {options.save}, in any layout")
     if options.trace is not None:
         teach("write_runs", options.trace, [world])

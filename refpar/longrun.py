@@ -91,15 +91,22 @@ class Speaker:
 
 
 def train(
-    case: Case, layout: Layout, *, world: Ranks, start: State | None = None, hear: Callable[[Line], None]
+    case: Case,
+    layout: Layout,
+    *,
+    world: Ranks,
+    start: State | None = None,
+    hear: Callable[[Line], None],
+    keep: Callable[[Trace], None] = lambda trace: None,
 ) -> tuple[Trace, bool]:
     """Run ``case`` from ``start`` on, keeping numbers of all steps and the arrays of the last.
 
-    Ctrl-C ends the run after the step at hand; a second one ends it at once.
+    Ctrl-C ends the run after the step at hand; a second one, while that is computed, ends it at once.
 
     Parameters
     ----------
     hear : called for each step as it is made, from another thread
+    keep : called with the trace at the end, out of the reach of Ctrl-C: what took hours is not lost for one too many
 
     Returns
     -------
@@ -112,10 +119,13 @@ def train(
     with tempfile.TemporaryDirectory(prefix="refpar-") as folder:
         path = str(Path(folder) / "steps")
         Path(path).touch()
-        with stopping(f"{path}.stop"), heard(path, hear):
-            parts = world.run(run, case, layout, start, path)
+        with stopping(f"{path}.stop") as over:
+            with heard(path, hear):
+                parts = world.run(run, case, layout, start, path)
+            over.set()
+            trace = collect(case, layout, parts)
+            keep(trace)
         stopped = os.path.exists(f"{path}.stop")
-    trace = collect(case, layout, parts)
     return trace, stopped and trace.begun + len(trace.steps) < len(case.batches)
 
 
@@ -126,20 +136,23 @@ def run(comm: Communicator, case: Case, layout: Layout, start: State | None, pat
 
 
 @contextlib.contextmanager
-def stopping(path: str) -> Iterator[None]:
-    """Make the file ``path`` on the first Ctrl-C, and raise on the second."""
+def stopping(path: str) -> Iterator[threading.Event]:
+    """Make the file ``path`` on the first Ctrl-C, and raise on the second; ignore it once what is yielded is set."""
+    over = threading.Event()
 
     def stop(number: int, frame: Any) -> None:
+        if over.is_set():
+            return
         if os.path.exists(path):
             raise KeyboardInterrupt
         Path(path).touch()
 
     if threading.current_thread() is not threading.main_thread():
-        yield  # Ctrl-C is for the main thread to hear
+        yield over  # Ctrl-C is for the main thread to hear
         return
     before = signal.signal(signal.SIGINT, stop)
     try:
-        yield
+        yield over
     finally:
         signal.signal(signal.SIGINT, before)
 

@@ -15,7 +15,7 @@ from numpy.testing import assert_array_equal
 
 import refpar
 from refpar import longrun, single
-from refpar.case import Case, Layout, State, text_batches
+from refpar.case import Case, Layout, State, Trace, text_batches
 from refpar.cli import BAD_INPUT, INTERRUPTED, MATCHED
 from refpar.comm import World
 from refpar.nn.models import GPT
@@ -222,3 +222,37 @@ def test_a_run_that_fails_is_heard_to_its_end() -> None:
     with pytest.raises(RuntimeError, match="after three steps"):
         longrun.train(case, Layout(), world=Failing(), hear=lines.append)
     assert_array_equal([line.step for line in lines], [1, 2, 3])
+
+
+def test_one_ctrl_c_too_many_does_not_lose_a_run(worlds: Any) -> None:
+    """Once the last step is made, its state is saved, however often somebody asks; afterwards Ctrl-C is as before."""
+    case = Case(GPT(128, 6, 6, 1, 2), AdamW(0.01), text_batches(TEXT, steps=2, rows=4, context=6))
+    kept: list[int] = []
+
+    def keep(trace: Trace) -> None:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGINT)
+        kept.append(len(trace.steps))
+
+    before = signal.getsignal(signal.SIGINT)
+    _, stopped = longrun.train(case, Layout(dp=2), world=worlds(2), hear=lambda line: None, keep=keep)
+    assert (kept, stopped) == ([2], False)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+WITHIN_EXEC = """
+import sys
+from refpar import cli
+from refpar.oracle import verify
+verify.package_text = lambda: exec("raise KeyboardInterrupt")
+sys.exit(cli.main(["train"]))
+"""
+
+
+def test_ctrl_c_while_something_is_imported(tmp_path: Path) -> None:
+    """Making a dataclass is an exec, and CPython remembers that one was interrupted: it would end by the signal."""
+    (tmp_path / "within_exec.py").write_text(WITHIN_EXEC)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-m", "within_exec"]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (INTERRUPTED, "refpar: interrupted\n")
