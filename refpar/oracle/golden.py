@@ -73,10 +73,10 @@ import refpar
 from refpar import rng, split
 from refpar.arrays import accumulator
 from refpar.case import Batch, Case, Layout, Trace
-from refpar.checks import meant
+from refpar.checks import meant, short, whole
 from refpar.comm.communicator import Communicator
 from refpar.comm.ledger import Ledger
-from refpar.comm.processes import World
+from refpar.comm.processes import MOST_RANKS, World
 from refpar.nn.layer import Layer, Residual, Sequential
 from refpar.nn.layers import Attention, Dropout
 from refpar.nn.models import GPT, MLP, initial_value
@@ -97,7 +97,7 @@ FILES = (
 OUTCOMES = ("updated", "overflow", "no tokens")
 TIERS = ("exact", "reduction", "running", "statistical")
 REDUCTION = "all-reduce"
-MOST_PARAMETERS = 1 << 28
+MOST_PARAMETERS, MOST_ROWS, MOST_STEPS = 1 << 28, 1 << 16, 1000
 WORDS = {
     "loss": {
         "MLP": "squared error, summed over columns and over the rows of the mask, divided by the number of those rows",
@@ -491,9 +491,10 @@ def decode_case(given: Any, inputs: Mapping[str, HostArray]) -> Case:
         x, targets, kept = (inputs[f"step{len(batches)}/{name}"] for name in ("inputs", "targets", "mask"))
         x, targets = (a.astype(np.float64 if a.dtype.kind == "f" else np.int64) for a in (x, targets))
         batches.append(Batch(x, targets, kept))
-    if "frozen" in fields:
-        fields["frozen"] = tuple(fields["frozen"])
-    types = dict(given.get("precision") or {})
+    types = given.get("precision") or {}
+    if not isinstance(types, dict):
+        raise ValueError(f'precision is {short(types)}: it must be an object such as {{"compute": "float32"}}')
+    types = dict(types)
     if types.get("loss_scale") is not None:
         types["loss_scale"] = decode(LossScale, types["loss_scale"])
     parts = {"model": model, "optimizer": optimizer, "batches": batches, "precision": decode(Precision, types)}
@@ -551,6 +552,8 @@ def read_case(path: Path) -> tuple[str, str, Case, Layout]:
         fields = dict(given)
         name, what = str(fields.pop("name", path.stem)), str(fields.pop("what", "a case of your own"))
         layout = decode(Layout, fields.pop("layout", {}))
+        if layout.ranks > MOST_RANKS:
+            raise ValueError(f"layout {layout} needs {layout.ranks} ranks: at most {MOST_RANKS} on one machine")
         batches = fields.pop("batches", None)
         if not isinstance(batches, dict) or ("file" in batches) == ("rows" in batches):
             raise ValueError('batches must be {"steps": …, "rows": …} or {"file": …}')
@@ -558,10 +561,16 @@ def read_case(path: Path) -> tuple[str, str, Case, Layout]:
         if "file" in batches:
             inputs = read_all(path.parent / str(batches["file"]))
         else:
-            sizes = {"steps": 2, "masked": 0, **batches}
-            if not all(type(size) is int and 0 <= size < 1 << 16 for size in sizes.values()):
-                raise ValueError("batches: steps, rows and masked must be whole numbers below 65536")
-            inputs = drawn(model, int(fields.get("seed", 0)), **sizes)
+            if unknown := set(batches) - {"steps", "rows", "masked"}:
+                raise ValueError(f"batches has no {sorted(unknown)[0]!r}: it has steps, rows and masked")
+            rows = whole("batches rows", batches["rows"], 0, MOST_ROWS)
+            inputs = drawn(
+                model,
+                whole("seed", fields.get("seed", 0)),
+                steps=whole("batches steps", batches.get("steps", 2), 1, MOST_STEPS),
+                rows=rows,
+                masked=whole("batches masked", batches.get("masked", 0), 0, rows),
+            )
         return name, what, decode_case(fields, inputs), layout
     except (BadDump, ValueError, TypeError, KeyError) as error:
         raise BadGolden(f"{path}: {' '.join(str(error).split())}") from None
