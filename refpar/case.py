@@ -384,11 +384,14 @@ class State:
     @classmethod
     def initial(cls, case: Case, values: Mapping[str, HostArray] | None = None) -> State:
         """Return where a run starts: from ``values``, or from those that the seed of the case draws."""
-        types = case.precision
+        types, specs = case.precision, case.model.build().specs
+        if values is not None and (odd := sorted(values.keys() ^ specs.keys())):
+            what = "has no" if odd[0] in specs else "has a parameter that the model has not:"
+            raise ValueError(f"State.initial values {what} {odd[0]}")
         masters = {}
-        for name, spec in case.model.build().specs.items():
+        for name, spec in specs.items():
             value = initial_value(case.seed, name, spec, types.master) if values is None else values[name]
-            masters[name] = value.astype(types.master)
+            masters[name] = array(f"State.initial {name}", value).astype(types.master)
         frozen = case.frozen_names
         state = {name: new_state(case.optimizer, p) for name, p in masters.items() if name not in frozen}
         if types.master != types.compute:

@@ -28,6 +28,7 @@ import numpy as np
 
 from refpar import files
 from refpar.case import HostArray, State, Trace
+from refpar.checks import short
 
 KEY, VERSION = "refpar state", 1
 """Where the numbers stand in the metadata. One entry: the order of several is not the same in every file."""
@@ -47,6 +48,8 @@ def save(path: str | os.PathLike[str], state: State | Trace) -> None:
     """
     from safetensors.numpy import save as serialize
 
+    if not isinstance(state, State | Trace):
+        raise TypeError(f"save takes a path, and then a State or a Trace, not {short(state)}")
     state = State.after(state) if isinstance(state, Trace) else state
     arrays = {f"parameter/{name}": x for name, x in state.parameters.items()}
     arrays |= {f"state/{name}/{buffer}": x for name, own in state.state.items() for buffer, x in own.items()}
@@ -77,8 +80,8 @@ def load(path: str | os.PathLike[str]) -> State:
     from safetensors import SafetensorError, safe_open
 
     try:
-        open(path, "rb").close()  # safetensors has words of its own for a folder, and others
-        with safe_open(os.fspath(path), framework="np") as file:
+        open(os.fsdecode(path), "rb").close()  # safetensors has words of its own for a folder, and others
+        with safe_open(os.fsdecode(path), framework="np") as file:
             text = (file.metadata() or {}).get(KEY)
             if text is None:
                 raise StateError(f"{path}: not a state that refpar saved")

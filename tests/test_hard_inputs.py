@@ -7,12 +7,13 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from refpar import GPT, MLP, SGD, AdamW, Batch, Case, Layout, rng, text_batches
+from refpar import GPT, MLP, SGD, AdamW, Batch, Case, Layout, rng, save, text_batches, train
 from refpar.arrays import accumulator, total, widen
 from refpar.case import State
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, mailbox, ring
@@ -158,6 +159,16 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "half a replica": (lambda: Layout(dp=0.5), "Layout dp is 0.5: it must be a whole number"),  # type: ignore[arg-type]
     "a stage that is a float": (lambda: Layout(zero=1.0), "Layout zero is 1.0"),  # type: ignore[arg-type]
     "an array of replicas": (lambda: Layout(dp=np.ones(3)), r"Layout dp is array\("),  # type: ignore[arg-type]
+    "text for a layout": (lambda: train(a_case(), "dp=2"), "layout is 'dp=2': it must be a refpar.Layout"),  # type: ignore[arg-type]
+    "values for another model": (lambda: State.initial(a_case(), {"w": ROWS}), "has no layers.0.bias"),
+    "values too many": (
+        lambda: State.initial(a_case(), {"layers.0.weight": ROWS.T, "layers.0.bias": MASK, "w": ROWS}),
+        "a parameter that the model has not: w",
+    ),
+    "masked values": (
+        lambda: State.initial(a_case(), {"layers.0.weight": np.ma.masked_equal(TARGETS, 0), "layers.0.bias": MASK}),
+        "State.initial layers.0.weight is a masked array",
+    ),
     "nothing to recompute": (lambda: Layout(recompute=None), "recompute is 'None'"),  # type: ignore[arg-type]
 }
 
@@ -169,6 +180,12 @@ def test_what_is_no_problem_is_refused_when_it_is_made(what: str) -> None:
     with pytest.raises(ValueError, match=words) as caught:
         make()
     assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_path_comes_first(tmp_path: Path) -> None:
+    """As for numpy.save; what is saved is a state, or the trace of a run."""
+    with pytest.raises(TypeError, match="save takes a path, and then a State or a Trace, not 'saved'"):
+        save(State.initial(a_case()), "saved")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ranks", [np.bool_(True), True, 2.0, np.float64(2), "2"])

@@ -54,6 +54,8 @@ def check(layout: Layout, model: Model) -> None:
     ValueError
         With the reason: more stages than units, more slices than heads.
     """
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout is {layout!r}: it must be a refpar.Layout, such as Layout(dp=2)")
     if layout.pp > len(model.units):
         raise ValueError(
             f"pp is {layout.pp}: the model has {len(model.units)} units, and every stage needs at least one"
