@@ -748,7 +748,7 @@ def checking(verbs: Any) -> None:
     p.add_argument("--sha256", metavar="HEX", help="the golden must be the one with this checksum")
     p.add_argument("--no-explain", action="store_true", help="do not replay known mistakes where a candidate differs")
     p.add_argument("--json", metavar="PATH", help="write the results as JSON; - for standard output")
-    p.add_argument("--junit", metavar="PATH", type=Path, help="write the results as JUnit XML")
+    p.add_argument("--junit", metavar="PATH", help="write the results as JUnit XML; - for standard output")
     p.set_defaults(verb=comparison)
 
 
@@ -776,6 +776,8 @@ def comparison(options: argparse.Namespace) -> int:
     from refpar.oracle.golden import BadGolden
 
     check_places(options, "json", "junit")
+    if options.json == options.junit == "-":
+        raise BadInput("--json - and --junit - cannot both go to standard output")
     try:
         result, name, digest = verbs.compare(
             options.paths,
@@ -789,10 +791,13 @@ def comparison(options: argparse.Namespace) -> int:
     except (BadGolden, BadDump, ValueError) as error:
         raise BadInput(error) from None
     text, report, junit = verbs.report(result, name, digest)
-    print(text, file=sys.stderr if options.json == "-" else sys.stdout)
+    to_stdout = "-" in (options.json, options.junit)
+    print(text, file=sys.stderr if to_stdout else sys.stdout)
     write_json(options.json, report)
-    if options.junit:
-        write(options.junit, junit, "--junit")
+    if options.junit == "-":
+        sys.stdout.write(junit)
+    elif options.junit:
+        write(Path(options.junit), junit, "--junit")
     return MATCHED if result.ok else MISMATCH
 
 

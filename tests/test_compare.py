@@ -362,6 +362,10 @@ def test_command_reports(integers: Golden, tmp_path: Path, capsys: pytest.Captur
     failures = suite.findall("testcase/failure")
     assert suite.get("failures") == str(len(failures))
     assert any("dp = 3" in (failure.text or "") for failure in failures)
+    assert main([*command, str(tmp_path / "wrong.npz"), "--junit", "-"]) == 1
+    assert ElementTree.fromstring(capsys.readouterr().out.encode()).get("failures") == suite.get("failures")
+    assert main([*command, str(tmp_path / "good.npz"), "--junit", "-", "--json", "-"]) == 2
+    assert "cannot both" in json.loads(capsys.readouterr().out)["error"]
     assert main([*command, str(tmp_path / "missing.npz")]) == 2
     assert main([*command, str(tmp_path / "good.npz"), "--sha256", "0" * 64]) == 2
     assert main([*command]) == 2
