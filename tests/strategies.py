@@ -204,3 +204,33 @@ def overflowing(rows: int, where: int) -> Case:
     wild = Batch(inputs, targets, np.ones(rows, bool))
     precision = Precision("float16", loss_scale=LossScale(64.0, interval=2, cap=64.0))
     return Case(model, SGD(lr=0.0, momentum=0.5), (plain, wild, plain, plain), precision, divide="after")
+
+
+# Narrow numbers: cases in float32 or float64, to hold honest runs of them to their bound
+
+
+@st.composite
+def narrow_cases(draw: st.DrawFn, *, compute: str = "float32") -> Case:
+    """MLPs of real numbers or of integers, trained by SGD or Adam, with any of their parameters frozen.
+
+    Integers cancel: where weights and inputs are -1, 0 or 1 the input of many a ReLU is 0, and no rounding may
+    decide there.
+    """
+    widths = tuple(draw(st.lists(st.integers(2, 5), min_size=3, max_size=4)))
+    whole, seed = draw(st.booleans()), draw(seeds)
+    model = MLP(widths, init="integers" if whole else MLP.init)
+    batches = []
+    for step in range(draw(st.integers(1, 4))):
+        made = batch(model, draw(st.integers(1, 6)), draw(st.sampled_from([0.6, 1.0])), seed, step)
+        if whole:
+            made = dataclasses.replace(made, inputs=np.rint(made.inputs / 2), targets=np.rint(made.targets / 2))
+        batches.append(made)
+    return Case(
+        model,
+        draw(st.sampled_from([SGD(lr=0.5), SGD(lr=0.125, momentum=0.5, weight_decay=0.1), Adam(lr=0.01, eps=1e-3)])),
+        tuple(batches),
+        Precision(compute),
+        clip=draw(st.sampled_from([None, 0.05])),
+        frozen=tuple(sorted(draw(st.sets(st.sampled_from(sorted(model.build().specs)), max_size=3)))),
+        seed=seed,
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategies import batch, overflowing
+from strategies import batch, narrow_cases, overflowing
 
 from refpar import single
 from refpar.case import Batch, Case, Layout, State, Trace
@@ -88,6 +88,18 @@ def test_running_bound_holds_and_is_sharp(dtype: str) -> None:
         assert verdict.ok, verdict
     for name, g in truth.steps[0].gradients.items():
         assert allowed.steps[0][f"gradient/{name}"].max() < 1e-3 * np.abs(g).max()
+
+
+@given(narrow_cases(), st.integers(0, 2**16))
+@settings(max_examples=100)
+def test_honest_runs_stay_inside(case: Case, run: int) -> None:
+    """Whatever is frozen, clipped or cancelled by integers: one device in another order is within what is allowed."""
+    verdict = compare(
+        single.train(case, split=bounds.shuffled(case, run)),
+        bounds.truth(case),
+        bounds=bounds.allowed(case, Layout()).steps,
+    )
+    assert verdict.ok, verdict
 
 
 terms = st.lists(st.integers(-(2**15), 2**15), min_size=1, max_size=24)

@@ -88,9 +88,6 @@ class Carried:
         """Transposed."""
         return Carried(self.value.T, self.error.T, self.grain)
 
-    def __getitem__(self, index: Any) -> Carried:
-        return Carried(self.value[index], self.error[index], self.grain)
-
 
 def given(value: HostArray) -> Carried:
     """Return numbers that everybody has alike."""
@@ -290,7 +287,8 @@ def carry(case: Case, dtype: str) -> list[StepErrors]:
         name: given(initial_value(case.seed, name, spec, case.precision.master).astype(master_type))
         for name, spec in specs.items()
     }
-    momentum = {name: given(np.zeros(p.value.shape)) for name, p in masters.items()}
+    trained = [name for name in specs if name not in case.frozen_names]
+    momentum = {name: given(np.zeros(masters[name].value.shape)) for name in trained}
     weights = {name: stored(p, kept) for name, p in masters.items()}
     scaler = precision.LossScaler(case.precision.loss_scale)
     steps, t = [], 0
@@ -299,7 +297,7 @@ def carry(case: Case, dtype: str) -> list[StepErrors]:
         seed, divisor = losses.seed_and_divisor(case.divide, scaler.scale, count)
         part = net.part(weights, batch, seed)
         before = dict(weights)
-        gradients = {n: divided(stored(g, kept), divisor, to) for n, g in part.gradients.items()}
+        gradients = {n: divided(stored(part.gradients[n], kept), divisor, to) for n in trained}
         overflow = any(not np.isfinite(g.value).all() for g in gradients.values())
         if not overflow and any(not np.isfinite(g.error).all() for g in gradients.values()):
             raise NotCarried("whether a gradient overflows depends on the order of additions")
@@ -323,7 +321,7 @@ def carry(case: Case, dtype: str) -> list[StepErrors]:
         if count:
             scaler.update(overflow)
         for name, p in masters.items():
-            if optimizer.momentum:
+            if optimizer.momentum and name in momentum:
                 errors[f"state/{name}/momentum"] = momentum[name].error
             if dtype == "float16":
                 errors[f"state/{name}/master"] = p.error
@@ -354,4 +352,5 @@ def clipped(g: Carried, factor: float, error: float, to: Type) -> Carried:
     """Return ``g`` times a factor that is itself known with an error."""
     if factor == 1.0 and error == 0.0:
         return g
-    return rounded(g.value * factor, g.error * (factor + error) + np.abs(g.value) * error, None, g.most * factor, 1, to)
+    most = factor + error
+    return rounded(g.value * factor, g.error * most + np.abs(g.value) * error, None, g.most * most, 1, to)
