@@ -832,5 +832,17 @@ def conformance(options: argparse.Namespace) -> int:
         return verb.listing()
     if options.adapter is None:
         raise BadInput("conformance needs an adapter, PACKAGE.MODULE:CLASS; --list shows what is checked")
+    check_places(options, "report")
+    if options.only:
+        check_parts(options.only.split(","), verb.names())
     o = options
     return verb.run(o.adapter, o.examples, o.only, o.known, o.write, o.report)
+
+
+def check_parts(parts: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse what is no part of any of the ``known`` names of checks."""
+    from refpar.checks import meant
+
+    for part in parts:
+        if not part.isidentifier() or not any(part in name for name in known):
+            raise BadInput(f"--only: no check is called {part!r}: {meant(part, known, '--list shows them')}")

@@ -121,6 +121,12 @@ NUMBERS = {
     "mistakes: more steps than can be kept": ("mistakes tail_not_reduced --steps 99999999", "at most 1,000"),
     "show: an unknown technique": ("show rign", "ring"),
     "mistakes: an unknown one": ("mistakes tail_not_reducd", "tail_not_reduced"),
+    "conformance: an unknown check": ("conformance refpar.conformance.example:X --only alreduce", "no check is called"),
+    "conformance: nowhere to report to": (
+        "conformance refpar.conformance.example:X --report {tmp}/fodler/new",
+        "--report {tmp}/fodler/new: No such file",
+    ),
+    "conformance: no check at all": ("conformance refpar.conformance.example:X --only (", "--list shows them"),
     "figures: an unknown one": ("figures -o {tmp}/new --only pipelin", "did you mean pipeline?"),
     "no verb": ("", "VERB"),
     "an unknown verb": ("verfy", "verfy"),

@@ -20,6 +20,7 @@ def write(folder: Path, name: str, example: Example) -> str:
     """Write ``folder/golden`` and ``folder/got.safetensors``; return a line that says how to reproduce it."""
     try:
         golden = of(name, example)
+        folder.mkdir(parents=True, exist_ok=True)
         golden.write(folder / "golden")
     except (BadGolden, OSError, ValueError) as error:
         return f"the example was not written: {error}"

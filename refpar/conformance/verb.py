@@ -18,6 +18,13 @@ def listing() -> int:
     return MATCHED
 
 
+def names() -> list[str]:
+    """Return the names of all checks."""
+    from refpar.conformance.operations import CHECKS
+
+    return list(CHECKS)
+
+
 def missing() -> str:
     """Return what has to be installed and is not."""
     absent = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
