@@ -14,7 +14,18 @@ multiples. If the sum of magnitudes is below 2^p grains, p the digits of the typ
 order, and nothing is rounded: the error is 0, and results are equal bit for bit. Integer inputs, small integer weights,
 ReLU and divisors that are powers of two stay so for some steps. Where they do not, the bound takes over by itself.
 
-Good for narrow networks: worst cases multiply, and above a width of a few hundred the bound allows too much.
+Good for narrow networks and few steps: worst cases multiply, from layer to layer and from step to step. Of the largest
+entry of its gradient, the bound of an MLP in float32 (two hidden layers, 32 rows, SGD with momentum) allows
+
+=============  ======  ======  ======  ======  ======  ======
+hidden width   step 0  step 1  step 2  step 3  step 4  step 5
+=============  ======  ======  ======  ======  ======  ======
+8              7e-5    5e-4    2e-3    4e-3    0.1     0.2
+32             4e-4    4e-3    0.2     1       12      700
+128            4e-3    0.2     6       300     1e7     7e31
+=============  ======  ======  ======  ======  ======  ======
+
+Where that is too much to be of use, ``bounds.allowed`` takes another.
 """
 
 from __future__ import annotations
