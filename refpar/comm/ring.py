@@ -25,8 +25,8 @@ every rank sends one chunk to its right neighbour and receives one from its left
 Sent: N-1 chunks in each half, so 2(N-1)/N of the array by every rank where N divides it, and
 2(N-1)n elements over all ranks always (:func:`refpar.split.ring_elements` has each rank's share).
 7 elements on 3 ranks are chunks of 3, 2 and 2, and the ranks send 9, 10 and 9: 28 in all.
-Held: the result, and beside a result in halves its partial sums. Every chunk is summed in one place,
-in one order, so all ranks hold the same bits.
+Held: the result, and two chunks of partial sums, one on its way in and one on its way out. Every chunk
+is summed in one place, in one order, so all ranks hold the same bits.
 
 Halves: partial sums travel in ``accumulate``, float32 by default, and are rounded once, before the
 all-gather: 4 bytes an element in the first half, 2 in the second. ``accumulate="float16"`` halves
@@ -77,16 +77,14 @@ def all_reduce(
     CollectiveMismatch
         Where the ranks' calls differ in operation, shape, dtype, ``op`` or ``accumulate``.
     """
-    xp = array_module(array)
     kept = _partial_type(array, op, accumulate)
     _check_out(array, out, array.shape, own_place=out)
     parts = _slices(split.sizes(array.size, comm.size))
     with comm.operation("all_reduce", array.dtype, array.shape, f", {op} in {kept.name}"):
-        flat = _flat(array)
         result = _flat_room(array, out, array.size)
-        partial = result if kept == result.dtype else xp.empty(array.size, kept)
-        mine = _reduce(comm, flat, partial, parts, op)
-        _gather(comm, mine, result, parts)  # a half is rounded here, once
+        own = result[parts[comm.rank]]
+        _reduce(comm, _flat(array), own, parts, op, kept)
+        _gather(comm, own, result, parts)
     return _shaped(result, array.shape, out)
 
 
@@ -111,16 +109,13 @@ def reduce_scatter(
     -------
     part : ``(counts[rank],)``, of the dtype of ``array``
     """
-    xp = array_module(array)
     kept = _partial_type(array, op, accumulate)
     counts = _checked_counts(comm, counts, array.size)
     shape = (counts[comm.rank],)
     _check_out(array, out, shape)
     with comm.operation("reduce_scatter", array.dtype, array.shape, f", {op} in {kept.name}, by {counts}"):
-        flat = _flat(array)
-        partial = xp.empty(array.size, kept)
         result = _flat_room(array, out, shape[0])
-        result[...] = _reduce(comm, flat, partial, _slices(counts), op)
+        _reduce(comm, _flat(array), result, _slices(counts), op, kept)
     return _shaped(result, shape, out)
 
 
@@ -212,17 +207,20 @@ def all_to_all(comm: Communicator, array: Array) -> Array:
 # The two halves
 
 
-def _reduce(comm: Communicator, flat: Array, partial: Array, parts: Sequence[slice], op: str) -> Array:
-    """Reduce every part on its way round; return this rank's own, complete, in the type of ``partial``.
+def _reduce(comm: Communicator, flat: Array, own: Array, parts: Sequence[slice], op: str, kept: np.dtype[Any]) -> None:
+    """Reduce every part on its way round, in the type ``kept``, and leave this rank's in ``own``.
 
-    ``partial`` is where sums are kept; it may be ``flat``, since a part is only overwritten after it was sent.
+    What was sent on is needed no longer, so two rooms are enough for what passes: one fills while the other leaves.
     """
     xp = array_module(flat)
     combine = getattr(xp, OPERATORS[op])
-    chunk = flat[parts[comm.rank - 1]].astype(partial.dtype, copy=False)
+    longest = max(part.stop - part.start for part in parts)
+    rooms = [xp.empty(longest, kept) for _ in range(min(2, comm.size - 1))]
+    chunk = flat[parts[comm.rank - 1]].astype(kept, copy=False)
     for step in range(comm.size - 1):
-        coming = parts[(comm.rank - step - 2) % comm.size]
-        mine, sums = flat[coming], partial[coming]
+        mine = flat[parts[(comm.rank - step - 2) % comm.size]]
+        complete = step == comm.size - 2
+        sums = own if complete and own.dtype == kept else rooms[step % 2][: mine.size]
 
         def add(start: int, piece: HostArray, mine: Array = mine, sums: Array = sums) -> None:
             stop = start + piece.size
@@ -230,7 +228,7 @@ def _reduce(comm: Communicator, flat: Array, partial: Array, parts: Sequence[sli
 
         comm.exchange(chunk, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, add)
         chunk = sums
-    return chunk
+    own[...] = chunk  # a half is rounded here, once
 
 
 def _gather(comm: Communicator, mine: Array, result: Array, parts: Sequence[slice]) -> None:
