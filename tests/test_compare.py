@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import pickle
 import random
 import struct
@@ -21,7 +22,7 @@ from refpar.cli import main
 from refpar.comm import World
 from refpar.oracle import bounds, candidate, control, golden, reports
 from refpar.oracle.compare import Comparison
-from refpar.oracle.dumps import BadDump, open_dump
+from refpar.oracle.dumps import BadDump, Dump, open_dump
 from refpar.oracle.golden import Golden
 
 Worlds = Callable[[int], World]
@@ -493,25 +494,72 @@ def test_ones_own_all_reduce(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------- any model
 
 
-def runs(tmp_path: Path, honest: Arrays, ragged: Golden, **changes: object) -> Comparison:
-    """Compare a changed run with a reference of the same kind, by one control run."""
-    reference = dumped(single.train(ragged.case))
-    other = dumped(single.train(ragged.case, split=bounds.shuffled(ragged.case, 5)))
-    for name, values in (("reference", reference), ("control", other), ("candidate", {**honest, **changes})):
-        save_file({n: np.ascontiguousarray(x) for n, x in values.items()}, tmp_path / f"{name}.safetensors")
-    dumps = {p.stem: open_dump([p]) for p in tmp_path.glob("*.safetensors")}
-    return control.against(dumps["reference"], dumps["candidate"], [dumps["control"]])
+def stored(values: Arrays, path: Path) -> Dump:
+    save_file({n: np.ascontiguousarray(x) for n, x in values.items()}, path)
+    return open_dump([path])
 
 
 def test_any_model_by_control_runs(tmp_path: Path, honest: Arrays, ragged: Golden) -> None:
-    """Without a golden, another order of rows sets the threshold: an honest run passes, one wrong gradient does not."""
-    verdict = runs(tmp_path, honest, ragged)
+    """Without a golden, other orders of rows set the threshold: an honest run passes, one wrong gradient does not."""
+    case = ragged.case
+    reference = stored(dumped(single.train(case)), tmp_path / "reference")
+    others = [
+        stored(dumped(single.train(case, split=bounds.shuffled(case, 5 + i))), tmp_path / f"{i}") for i in range(4)
+    ]
+    right = stored(honest, tmp_path / "right")
+    verdict = control.against(reference, right, others)
     assert verdict.ok, verdict
-    assert verdict.bound_kind == "1 control run, float32 and float64"
+    assert verdict.bound_kind == "4 control runs: flags an honest run less than once in 100; float32 and float64"
+    assert not verdict.notes
     name = "step1/gradient/blocks.0.mlp.up.weight"
-    verdict = runs(tmp_path, honest, ragged, **{name: honest[name] * np.float32(1.0001)})
+    wrong = stored({**honest, name: honest[name] * np.float32(1.0001)}, tmp_path / "wrong")
+    verdict = control.against(reference, wrong, others)
     assert verdict.first.name == "gradient/blocks.0.mlp.up.weight"
     assert verdict.first.step == 1
+    [note] = control.against(reference, right, others[:1]).notes
+    assert note.startswith("1 control run says little of how far another may be off, so ")
+
+
+@pytest.mark.parametrize("controls", [1, 2, 4, 16])
+def test_factor_keeps_the_chance_of_a_false_alarm(controls: int) -> None:
+    """Student's tail beyond it, of all values together, is what is promised, and not much less."""
+    for values in (1, 100, 10_000):
+        limit = control.factor(controls, values) / control.MORE
+        t = limit * np.exp(np.linspace(0, 30, 200_001))  # the integral in log(t)
+        density = (1 + t**2 / controls) ** (-(controls + 1) / 2) * t
+        g = math.gamma((controls + 1) / 2) / math.gamma(controls / 2) / math.sqrt(math.pi * controls)
+        tail = 2 * g * float(np.sum(density)) * 30 / 200_000 * values
+        least = 0.01 if controls == 16 else 0.3
+        assert least * control.ALARM < tail < 1.001 * control.ALARM  # the integral is off by less
+
+
+@pytest.mark.parametrize("controls", [1, 2, 4])
+@pytest.mark.parametrize("size", [1e-7, 3e-5])
+def test_honest_numbers_are_not_flagged(tmp_path: Path, controls: int, size: float) -> None:
+    """Two hundred single numbers, off by chance like those of the controls, whether or not their type shows it."""
+    random = np.random.default_rng(controls)
+
+    def run(name: str) -> Dump:
+        values = 1 + size * random.normal(size=200)
+        return stored({f"step{n}/gradient/w": np.float32(x) for n, x in enumerate(values)}, tmp_path / name)
+
+    reference, *others = (run(f"{i}") for i in range(1 + controls))
+    for i in range(3):
+        verdict = control.against(reference, run(f"candidate{i}"), others)
+        assert verdict.ok, verdict
+
+
+def test_what_has_no_bound_is_said(tmp_path: Path) -> None:
+    """Where controls are so far apart that a wrong number would pass, the verdict says so."""
+    reference, other = ({f"step{n}/gradient/w": np.float64(x) for n in range(3)} for x in (1.0, 1.01))
+    zero = {name: np.zeros(()) for name in reference}
+    a, b, c = (stored(x, tmp_path / f"{i}") for i, x in enumerate((reference, other, zero)))
+    with pytest.raises(BadDump, match="which no rounding does"):
+        control.against(a, c, [b])
+    near = stored({name: np.float64(1 + 1e-9) if name[4] == "0" else x for name, x in other.items()}, tmp_path / "near")
+    verdict = control.against(a, c, [near])
+    assert not verdict.ok
+    assert "2 values, such as step1/gradient/w, may be off by as much as their largest entry" in verdict.notes[-1]
 
 
 def test_a_control_that_is_none_is_refused(tmp_path: Path, honest: Arrays, ragged: Golden) -> None:
