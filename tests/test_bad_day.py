@@ -322,7 +322,7 @@ def test_nobody_need_listen(tmp_path: Path, stream: str, typed: str, left: list[
     (tmp_path / "text").write_text(TEXT)
     status, said = STREAMS[stream]
     command = f"{{ sleep 0.3; {shlex.quote(sys.executable)} -m refpar {typed}; }} {stream}; echo ${{PIPESTATUS[0]}} >&3"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(cli.__file__).parent.parent), *sys.path])}
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(cli.__file__).parents[2]), *sys.path])}
     done = subprocess.run(
         ["bash", "-c", f"exec 3>status; {command}"],
         cwd=tmp_path,
@@ -414,7 +414,7 @@ def test_nothing_of_a_table_is_cut_off(typed: str, columns: str, monkeypatch: py
 @contextlib.contextmanager
 def at_once(*commands: str, cwd: Path) -> Iterator[list[subprocess.Popen[str]]]:
     """Start several runs together, and wait for all."""
-    path = os.pathsep.join([str(Path(cli.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "refpar", *command.split()],
@@ -454,7 +454,7 @@ def test_a_disk_that_fills_up(tmp_path: Path) -> None:
     (tmp_path / "saved").write_text("of yesterday")
     large = "--width 240 --rows 1"  # some 10 MB to save; shared memory of one rank takes 2
     command = [sys.executable, "-m", "refpar", *f"{SMALL} {large} --data text --save saved".split()]
-    path = os.pathsep.join([str(Path(cli.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(cli.__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         command,
         cwd=tmp_path,
