@@ -1,9 +1,10 @@
 """What to compute, how it is split, and what came out.
 
 A :class:`Case` is a complete problem: whoever has it can compute the answer without asking anything
-more. A :class:`Layout` says how the work is spread over ranks and changes nothing in the answer. A
-:class:`Trace` is the answer, step by step, in the order in which one thing causes the next. A :class:`State` is what
-is carried from one step to the next: whoever has it can go on, in the same layout or in another.
+more. A :class:`Layout` says how the work is spread over ranks and changes nothing in the answer but roundings, and in
+float16 whether a step overflows: see :class:`Layout`. A :class:`Trace` is the answer, step by step, in the order in
+which one thing causes the next. A :class:`State` is what is carried from one step to the next: whoever has it can go
+on, in the same layout or in another.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ class Case:
     ----------
     model : what is trained
     optimizer : how it is updated
-    batches : one a step, all rows of all ranks; kept as a tuple, unless they are :class:`TextBatches`
+    batches : one a step, all rows of all ranks; kept as a tuple, unless they are :class:`TextBatches`. Whole numbers
+        become float64 where the model is an MLP, for which they are numbers like others
     precision : the types
     clip : largest allowed global norm of the gradients, None for no clipping
     divide : where the token count divides: ``"before"`` the backward pass starts, or ``"after"`` the
@@ -128,7 +130,8 @@ class Case:
             fix(self, real, "clip", positive=True)
         cut_later = isinstance(self.batches, TextBatches)  # and then one is like all
         if not cut_later:
-            object.__setattr__(self, "batches", tuple_of(self, "batches", Batch))
+            batches = (in_numbers(self.model, batch) for batch in tuple_of(self, "batches", Batch))
+            object.__setattr__(self, "batches", tuple(batches))
         for number, batch in enumerate(self.batches[:1] if cut_later else self.batches):
             check_batch(self.model, batch, f"batch {number}")
         object.__setattr__(self, "frozen", tuple_of(self, "frozen", str))
@@ -156,6 +159,12 @@ def tuple_of(case: Case, name: str, kind: type) -> tuple[Any, ...]:
     return values
 
 
+def in_numbers(model: GPT | MLP, batch: Batch) -> Batch:
+    """Return the batch as ``model`` computes with it: an MLP in floating point, whatever its rows were written in."""
+    whole = {n: x.astype(np.float64) for n in ("inputs", "targets") if (x := getattr(batch, n)).dtype.kind in "biu"}
+    return dataclasses.replace(batch, **whole) if isinstance(model, MLP) and whole else batch
+
+
 def check_batch(model: GPT | MLP, batch: Batch, what: str) -> None:
     """Refuse a batch that ``model`` cannot take. An index out of range would wrap silently, on some devices.
 
@@ -169,7 +178,7 @@ def check_batch(model: GPT | MLP, batch: Batch, what: str) -> None:
         shapes = {"inputs": (rows, model.widths[0]), "targets": (rows, model.widths[-1]), "mask": (rows,)}
     else:
         sequence = min(batch.inputs.shape[1], model.context) if batch.inputs.ndim == 2 else model.context
-        shapes = dict.fromkeys(("inputs", "targets", "mask"), (rows, sequence))
+        shapes = dict.fromkeys(("inputs", "targets", "mask"), (rows, max(sequence, 1)))
     for name, shape in shapes.items():
         found = getattr(batch, name).shape
         if found != shape:
@@ -198,6 +207,13 @@ def below(name: str, prefix: str) -> bool:
 @dataclass(frozen=True)
 class Layout:
     """How a case is split. ``dp * tp * pp`` ranks.
+
+    A layout decides in which order gradients are added up and so how the sum is rounded. In float16 it may decide more.
+    One device that takes all rows at once adds them in float32 and rounds the sum, and that is what a step means.
+    Where rows are taken in micro-batches, what is stored between them is of type :attr:`Precision.gradients`, and what
+    goes round the ring is of type :attr:`Precision.reduce`, of which one device has none. Where either is float16, a
+    part of the sum beyond 65504 is an overflow, and the step is skipped, even if the whole sum would have been finite:
+    40000 + 40000 - 40000. With float32 for both no layout skips a step that one device makes.
 
     Attributes
     ----------

@@ -28,7 +28,6 @@ verdict of all, before anybody updates: a rank that skipped alone would drift fr
 
 from __future__ import annotations
 
-import math
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import Literal
@@ -36,6 +35,7 @@ from typing import Literal
 import numpy as np
 
 from refpar.arrays import Array, accumulator, array_module, widen
+from refpar.checks import fix, real, whole
 
 FLOATS = ("float16", "float32", "float64")
 Outcome = Literal["updated", "overflow", "no tokens"]
@@ -64,16 +64,12 @@ class LossScale:
     cap: float = 2.0**24
 
     def __post_init__(self) -> None:
-        for name in ("initial", "growth", "backoff", "floor", "cap"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value > 0):
-                raise ValueError(f"LossScale {name} is {value}: it must be a positive, finite number")
+        fix(self, real, "initial", "growth", "backoff", "floor", "cap", positive=True)
+        fix(self, whole, "interval", least=1)
         if not self.floor <= self.initial <= self.cap:
             raise ValueError(f"LossScale initial is {self.initial}: it must lie in {self.floor} .. {self.cap}")
         if self.growth < 1 or self.backoff > 1:
             raise ValueError(f"LossScale growth {self.growth} must be at least 1, backoff {self.backoff} at most 1")
-        if isinstance(self.interval, bool) or not isinstance(self.interval, int) or self.interval < 1:
-            raise ValueError(f"LossScale interval is {self.interval!r}: it must be a whole number of at least 1")
 
 
 @dataclass(frozen=True)
@@ -88,6 +84,8 @@ class Precision:
         ``gradients``, so that halves cost 4 bytes an element while they are summed and 2 while they are
         gathered. ``"float16"`` is the paper's traffic, 2 and 2, and rounds at every rank: what is lost
         grows with the ranks, and two finite gradients of 40,000 sum to infinity (horovod/horovod#1699).
+        One device has no ring and ignores it: with float16 the layout may decide whether a step overflows,
+        see :class:`refpar.case.Layout`
     loss_scale : None where the loss is not scaled
     """
 

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from refpar import GPT, MLP, SGD, AdamW, Batch, Case, Layout, rng, save, text_batches, train
+from refpar import GPT, MLP, SGD, AdamW, Batch, Case, Layout, rng, save, single, text_batches, train
 from refpar.arrays import accumulator, total, widen
 from refpar.case import State
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, mailbox, ring
 from refpar.comm.mailbox import IN_CALL, RETURNED, Mailboxes, Region
+from refpar.oracle import bounds
+from refpar.precision import LossScale, Precision
 
 
 def run_script(text: str, *, close_stdout: bool = False, limit: float = 60) -> subprocess.CompletedProcess[str]:
@@ -126,7 +128,39 @@ def test_lists_are_rows() -> None:
     assert (batch.inputs.shape, batch.targets.dtype.name, batch.mask.tolist()) == ((2, 3), "float64", [True, False])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_whole_numbers_are_numbers_to_an_mlp(dtype: str) -> None:
+    """Inputs and targets of integers or truth values give the bits of the same numbers in floating point."""
+    wide = np.array([[0, 1, 1], [1, 0, 1]]), np.array([[2, 0], [1, 1]])
+    by_kind = [
+        single.train(a_case(batches=[Batch(wide[0].astype(a), wide[1].astype(b), MASK)], precision=Precision(dtype)))
+        for a, b in (("float64", "float64"), ("int64", "float64"), ("float64", "uint8"), ("bool", "int32"))
+    ]
+    for other in by_kind[1:]:
+        assert dict(other.steps[0].items()).keys() == dict(by_kind[0].steps[0].items()).keys()
+        assert other.peak_bytes == by_kind[0].peak_bytes
+        for (name, x), (_, true) in zip(other.steps[0].items(), by_kind[0].steps[0].items(), strict=True):
+            assert np.array_equal(x, true), name
+
+
+@pytest.mark.parametrize("kind", ["uint8", "int8", "uint32", "uint64"])
+def test_tokens_of_any_integer_type(kind: str) -> None:
+    """The trace, the pieces and the bounds of a golden are those of the same tokens in int64."""
+    model, layout = GPT(11, 4, 6, 1, 2), Layout(dp=2, micro_batches=2)
+
+    def case(tokens: str) -> Case:
+        x = rng.integers((0, "tokens"), (5, 5), 0, 11).astype(tokens)
+        rows = Batch(x[:, :3], x[:, 1:4], np.ones((5, 3), bool))  # shorter than the context
+        return Case(model, SGD(0.25), (rows,), Precision("float32"))
+
+    truth, own = bounds.truth(case("int64")), bounds.truth(case(kind))
+    [true], [values] = (bounds.everything(t.case, layout, t) for t in (truth, own))
+    assert list(values) == list(true)
+    assert all(np.array_equal(values[name], x) for name, x in true.items())
+
+
 ROWS, TARGETS, MASK = np.ones((2, 3)), np.ones((2, 2)), np.ones(2, bool)
+EMPTY = np.zeros((2, 0), int)
 WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a masked array": (lambda: Batch(np.ma.masked_greater(ROWS, 0), TARGETS, MASK), "Batch inputs is a masked array"),
     "a masked mask": (lambda: Batch(ROWS, TARGETS, np.ma.masked_equal(MASK, 0)), "Batch mask is a masked array"),
@@ -136,6 +170,11 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "complex numbers": (lambda: Batch(ROWS * 1j, TARGETS, MASK), "Batch inputs is .* must be an array of numbers"),
     "a number for rows": (lambda: Batch(1.0, TARGETS, MASK), r"Batch inputs is of float64 and of shape \(\)"),
     "a mask of numbers": (lambda: Batch(ROWS, TARGETS, [1, 0]), "mask of int64: it must be bool"),
+    "rows of no token": (
+        lambda: Case(GPT(5, 3, 4, 1, 2), SGD(0.1), [Batch(EMPTY, EMPTY, EMPTY.astype(bool))]),
+        r"batch 0 has inputs of shape \(2, 0\): the model takes \(2, 1\)",
+    ),
+    "a scale that is text": (lambda: LossScale(initial="64"), "LossScale initial is '64'"),  # type: ignore[arg-type]
     "no model": (lambda: a_case(model="gpt2"), "Case model is 'gpt2': it must be a refpar.GPT or a refpar.MLP"),
     "no optimizer": (lambda: a_case(optimizer=0.1), "Case optimizer is 0.1: it must be a refpar.SGD"),
     "a class of optimizer": (lambda: a_case(optimizer=SGD), "Case optimizer is <class"),

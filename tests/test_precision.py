@@ -82,7 +82,7 @@ def test_a_static_scale_stays() -> None:
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf])
 def test_a_scale_is_positive_and_finite(name: str, value: float) -> None:
     """Everything else is refused, by name and value."""
-    with pytest.raises(ValueError, match=f"LossScale {name} is {value}: it must be a positive, finite number"):
+    with pytest.raises(ValueError, match=f"LossScale {name} is {value}: it must be a number above 0, and finite"):
         LossScale(**{name: value})
 
 
@@ -93,6 +93,7 @@ def test_a_scale_is_positive_and_finite(name: str, value: float) -> None:
         ({"initial": 2.0**25}, "initial is 33554432.0: it must lie in"),
         ({"growth": 0.5}, "growth 0.5 must be at least 1"),
         ({"backoff": 2.0}, "backoff 2.0 at most 1"),
+        ({"initial": "64"}, "LossScale initial is '64': it must be a number above 0"),
         ({"interval": 0}, "interval is 0: it must be a whole number of at least 1"),
         ({"interval": 1.5}, "interval is 1.5: it must be a whole number"),
     ],
@@ -561,3 +562,19 @@ def test_what_sums_in_halves_lose(worlds: Worlds) -> None:
     wide, narrow = zip(*worlds(5).run(on_memory.both_sums, [[x] * 5 for x in ones]), strict=True)
     assert wide[0].tolist() == [2052] * 5
     assert 2048 in narrow[0]
+
+
+@pytest.mark.parametrize(("gradients", "reduce"), [("", ""), ("", "float16"), ("float32", "")])
+@pytest.mark.parametrize("layout", [Layout(dp=3), Layout(micro_batches=3)], ids=str)
+def test_where_a_layout_decides_on_an_overflow(worlds: Worlds, layout: Layout, gradients: str, reduce: str) -> None:
+    """Exactly where parts of a sum are kept in halves: between micro-batches, or on their way round the ring."""
+    types = Precision("float16", gradients, reduce)
+    case = Case(MLP((2, 1), init="integers"), SGD(lr=0.0), (), types, divide="after")
+    weights = State.initial(case).parameters
+    ones, error = np.ones((3, 2)), np.array([[20000.0], [20000.0], [-20000.0]])  # gradients of twice that
+    targets = ones @ weights["layers.0.weight"] + weights["layers.0.bias"] - error
+    case = replace(case, batches=(Batch(ones, targets, np.ones(3, bool)),))
+    assert single.train(case).steps[0].outcome == "updated"
+    in_halves = (reduce == "float16") if layout.dp > 1 else not gradients
+    found = hybrid.run(case, layout, world=worlds(layout.ranks)).steps[0].outcome
+    assert found == ("overflow" if in_halves else "updated")

@@ -61,10 +61,8 @@ def parts(
     gradients: list[dict[str, Array]] = []
     for d, micro_batches in enumerate(cut(layout, len(batch))):
         rows = [row for part in micro_batches for row in part]
-        mine = batch.take(rows)
-        x, targets = (
-            a if a.dtype.kind == "i" else asarray(a.astype(types.compute)) for a in (mine.inputs, mine.targets)
-        )
+        mine = batch.take(rows).on(np, types.compute)
+        x, targets = (asarray(a) if a.dtype.kind == "f" else a for a in (mine.inputs, mine.targets))
         saved: list[Any] = []
         outputs = {}
         for unit, layer in model.units:
