@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from refpar.oracle import bounds, golden
 from refpar.oracle.cases import CASES
 from refpar.oracle.golden import BadGolden, Golden
 from refpar.parallel.mesh import check
+from refpar.precision import Precision
 
 Worlds = Callable[[int], World]
 
@@ -323,6 +325,35 @@ def test_a_case_of_ones_own(worlds: Worlds, tmp_path: Path) -> None:
     _, _, again, _ = golden.read_case(tmp_path / "case.json")
     assert np.array_equal(again.batches[0].inputs, case.batches[0].inputs)
     assert load_file(tmp_path / "mine.safetensors")["step0/mask"].sum() == 4
+
+
+def test_a_case_of_whole_numbers(worlds: Worlds, tmp_path: Path) -> None:
+    """An MLP's rows may be integers in the file: they are the same numbers."""
+    x = np.arange(12).reshape(4, 3) % 3 - 1
+    rows = {"step0/inputs": x, "step0/targets": x[:, :2] * 2, "step0/mask": np.ones(4, bool)}
+    made = []
+    for kind in ("int64", "float64", "uint8"):
+        save_file({n: a if n.endswith("mask") else abs(a).astype(kind) for n, a in rows.items()}, tmp_path / "r")
+        (tmp_path / "case.json").write_text(json.dumps({**MINE, "batches": {"file": "r"}}))
+        name, what, case, layout = golden.read_case(tmp_path / "case.json")
+        made.append(golden.build(name, what, golden.in_dtype(case, "float32"), layout, world=worlds(2)))
+    assert made[0].digest == made[1].digest == made[2].digest
+
+
+def test_another_type_keeps_the_types_that_a_case_chooses() -> None:
+    """Those that it leaves to refpar follow; one that would be too narrow is refused, not dropped."""
+    case = CASES["mlp"].make("float32")
+    for own, dtype, expected in (
+        (Precision("float32"), "float64", Precision("float64")),
+        (Precision("float16"), "float32", Precision("float32")),
+        (Precision("float16", "float32"), "float32", Precision("float32", "float32")),
+        (Precision("float32", "float64"), "float16", Precision("float16", "float64")),
+        (Precision("float32", reduce="float64"), "float16", Precision("float16", reduce="float64")),
+    ):
+        assert golden.in_dtype(replace(case, precision=own), dtype).precision == expected
+    for own in (Precision("float16", "float32"), Precision("float16", reduce="float16")):
+        with pytest.raises(ValueError, match="must not be narrower than"):
+            golden.in_dtype(replace(case, precision=own), "float64")
 
 
 @pytest.mark.parametrize(

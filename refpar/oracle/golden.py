@@ -577,10 +577,20 @@ def read_case(path: Path) -> tuple[str, str, Case, Layout]:
 
 
 def in_dtype(case: Case, dtype: str | None) -> Case:
-    """Return a case that computes in ``dtype``; None leaves it as it is."""
-    if dtype is None or dtype == case.precision.compute:
+    """Return a case that computes in ``dtype``; None leaves it as it is. Types that it chooses itself it keeps.
+
+    Raises
+    ------
+    ValueError
+        Where one of those, of gradients or of their partial sums, is narrower than ``dtype``.
+    """
+    own = case.precision
+    if dtype is None or dtype == own.compute:
         return case
-    return dataclasses.replace(case, precision=Precision(dtype, loss_scale=case.precision.loss_scale))
+    usual = Precision(own.compute), Precision(own.compute, own.gradients)
+    chosen = {n: getattr(own, n) for n, p in zip(("gradients", "reduce"), usual, strict=True)
+              if getattr(own, n) != getattr(p, n)}  # fmt: skip
+    return dataclasses.replace(case, precision=Precision(dtype, loss_scale=own.loss_scale, **chosen))
 
 
 def drawn(model: MLP | GPT, seed: int, *, steps: int, rows: int, masked: int) -> dict[str, HostArray]:
