@@ -101,12 +101,13 @@ def train(
 ) -> tuple[Trace, bool]:
     """Run ``case`` from ``start`` on, keeping numbers of all steps and the arrays of the last.
 
-    Ctrl-C ends the run after the step at hand; a second one, while that is computed, ends it at once.
+    Ctrl-C, or the SIGTERM of a scheduler or container that wants its machine back, ends the run after the step at
+    hand; a second one, while that is computed, ends it at once.
 
     Parameters
     ----------
     hear : called for each step as it is made, from another thread
-    keep : called with the trace at the end, out of the reach of Ctrl-C: what took hours is not lost for one too many
+    keep : called with the trace at the end, out of the reach of these: what took hours is not lost for one too many
 
     Returns
     -------
@@ -137,7 +138,7 @@ def run(comm: Communicator, case: Case, layout: Layout, start: State | None, pat
 
 @contextlib.contextmanager
 def stopping(path: str) -> Iterator[threading.Event]:
-    """Make the file ``path`` on the first Ctrl-C, and raise on the second; ignore it once what is yielded is set."""
+    """Make the file ``path`` on the first signal, and raise on the second; ignore them once what is yielded is set."""
     over = threading.Event()
 
     def stop(number: int, frame: Any) -> None:
@@ -148,13 +149,14 @@ def stopping(path: str) -> Iterator[threading.Event]:
         Path(path).touch()
 
     if threading.current_thread() is not threading.main_thread():
-        yield over  # Ctrl-C is for the main thread to hear
+        yield over  # signals are for the main thread to hear
         return
-    before = signal.signal(signal.SIGINT, stop)
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield over
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

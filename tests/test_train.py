@@ -96,11 +96,13 @@ def test_resumed_in_another_layout(text: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [[], ["--dp", "2", "--pp", "2"]])
-def test_ctrl_c_stops_between_steps_and_saves(text: Path, tmp_path: Path, layout: list[str]) -> None:
-    """One Ctrl-C: the step at hand is finished, all ranks stop at the same one, the state is saved; it says where."""
+@pytest.mark.parametrize("kill", [lambda pid: os.killpg(pid, signal.SIGINT), lambda pid: os.kill(pid, signal.SIGTERM)],
+                         ids=["as a terminal does, to every process", "as a container does, to the first"])  # fmt: skip
+def test_a_signal_stops_between_steps_and_saves(text: Path, tmp_path: Path, layout: list[str], kill: Any) -> None:
+    """One signal: the step at hand is finished, all ranks stop at the same one, the state is saved; it says where."""
     process = start(tmp_path, "--data", text, "--steps", "100000", "--save", tmp_path / "saved", *layout)
     until_it_runs(tmp_path)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process
+    kill(process.pid)
     out, err = process.communicate(timeout=60)
     assert process.returncode == INTERRUPTED, err
     assert err == ""

@@ -27,7 +27,7 @@ def add(verbs: Any) -> None:
     )
     p.add_argument("--data", metavar="FILE", type=Path, help="text to train on (default: the source of refpar)")
     p.add_argument("--steps", metavar="N", type=positive, default=200, help="steps in all, before --resume too (200)")
-    p.add_argument("--save", metavar="PATH", type=Path, help="where to save at the end, or on Ctrl-C")
+    p.add_argument("--save", metavar="PATH", type=Path, help="where to save at the end, or on Ctrl-C or SIGTERM")
     p.add_argument("--resume", metavar="PATH", type=Path, help="a saved run to go on with; its layout does not matter")
     p.add_argument("--trace", metavar="FILE", type=Path, help="write what each rank did, and when, for ui.perfetto.dev")
     shape = p.add_argument_group("layout")
