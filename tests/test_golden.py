@@ -7,16 +7,20 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from refpar import split
+from refpar import single, split
+from refpar.case import Case
 from refpar.cli import main
 from refpar.comm import World
+from refpar.nn.layers import GELU, Attention
 from refpar.oracle import bounds, golden
 from refpar.oracle.cases import CASES
+from refpar.oracle.compare import judge
 from refpar.oracle.golden import BadGolden, Golden
 from refpar.parallel.mesh import check
 from refpar.precision import Precision
@@ -45,6 +49,7 @@ INPUTS = {
     "adamw-groups": "bd67745dc0a3a908",
     "adam-warmup": "ee5f8daec8e9260a",
     "dropout": "3154bd9e359a43f1",
+    "saturated": "ecdebbe461e58d06",
     "everything": "f3251b04249f5e3d",
 }
 
@@ -87,6 +92,53 @@ def test_every_case_is_listed_an_exact_one_first() -> None:
     assert len(names) >= 12
     for named in CASES.values():
         check(named.layout, named.make(named.dtype).model.build())
+
+
+def wrong_tail(right: Any) -> Any:
+    def backward(self: GELU, params: Any, saved: Any, dy: Any) -> Any:
+        dx = yield from right(self, params, saved, dy)
+        return np.where(saved < -3, 0, dx).astype(dx.dtype)  # as if it were flat there already
+
+    return backward
+
+
+def wrong_weights(right: Any) -> Any:
+    def forward(self: Attention, params: Any, x: Any, at: Any) -> Any:
+        y, (qkv, weights, *rest) = right(self, params, x, at)
+        least = 1 - 0.01 * (np.arange(weights.shape[-1])[:, None] > 0)  # the first token has nobody else to look at
+        return y, (qkv, np.minimum(weights, least).astype(weights.dtype), *rest)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("layer", "method", "wrong"),
+    [(GELU, "backward", wrong_tail), (Attention, "forward", wrong_weights)],
+    ids=["GELU", "attention"],
+)
+def test_a_case_drives_the_ends_of_curves(
+    monkeypatch: pytest.MonkeyPatch, layer: type, method: str, wrong: Callable[[Any], Any]
+) -> None:
+    """Where GELU is nearly flat and an attention nearly one-hot, mistakes show in this case, and not in an ordinary one."""
+    caught = set()
+    for name in ("saturated", "ragged"):
+        case, layout = CASES[name].make("float32"), CASES[name].layout
+        true = bounds.everything(case, layout, bounds.truth(case))
+        allowed = bounds.allowed(case, layout, true).steps
+
+        def off(case: Case = case, true: Any = true, allowed: Any = allowed) -> bool:
+            steps = single.train(case).steps
+            return any(
+                judge(n, key, x, true[n][key], allowed[n].get(key, 0.0))[0]
+                for n, step in enumerate(steps)
+                for key, x in step.items()
+            )
+
+        assert not off()
+        with monkeypatch.context() as patch:
+            patch.setattr(layer, method, wrong(getattr(layer, method)))
+            caught |= {name} if off() else set()
+    assert caught == {"saturated"}
 
 
 # ---------------------------------------------------------------------------------------------- written and read

@@ -197,6 +197,11 @@ CASES = {
         lambda dtype: gpt(dtype, SGD(lr=0.25), seed=11, dropout=0.25),
         Layout(dp=3, micro_batches=2, recompute="block"),
     ),
+    "saturated": Named(
+        "GPT whose weights Adam makes large: GELU down to -6, attention on one token: tp 5, 3 micro-batches",
+        lambda dtype: gpt(dtype, Adam(lr=0.5, betas=BETAS, eps=2.0**-8), seed=13, tied=False, steps=3),
+        Layout(tp=5, micro_batches=3),
+    ),
     "everything": Named(
         "GPT, all at once: dp 3, tp 2, pp 2, ZeRO-1, 5 micro-batches, AdamW, clipping, dropout, tied, recomputation",
         lambda dtype: replace(
