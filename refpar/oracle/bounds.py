@@ -39,24 +39,41 @@ from refpar import rng, single
 from refpar.case import Case, HostArray, Layout, State, Step, Trace
 from refpar.nn.models import initial_value
 from refpar.oracle import parts, running
-from refpar.oracle.stochastic import UNIT, Library
+from refpar.oracle.stochastic import UNIT, Library, is_short
 from refpar.precision import Precision
 
 Bounds = list[dict[str, Any]]
 """By step: largest absolute error allowed, a number or an array, by the names of :meth:`refpar.case.Step.items`."""
 
 RUNS = 8
-FACTOR = 8
+CHANCE = 1e-6
+"""Of an honest single number to leave :func:`spread`, where its errors are normal; see :func:`factor`."""
+
 FLOOR = 4
-"""Roundings that an entry as large as the largest of its tensor is always allowed."""
+"""Roundings that are always allowed, because no other order and no noise may happen to move what they move alike.
+
+Between two right programs a whole tensor may differ by four common factors: the seed of the backward pass is rounded
+and its product with the residual, the divisor's reciprocal and the product with that. Each is off by u at most.
+"""
 
 SHAKEN_RUNS = 16
 QUANTILE = 16.0
-"""|Student's t| with 16 degrees of freedom exceeds it with probability 3e-11: once in 30 billion honest numbers."""
+"""|Student's t| with 16 degrees of freedom exceeds it with probability 3e-11: once in 30 billion honest numbers.
+
+That is for errors that are normal, as sums of many roundings nearly are. It is not for a ReLU (``activation="relu"``,
+MLPs) whose input is nearer to 0 than its error, for that is open or shut as a whole. A crossing that honest runs make
+with probability p is seen by none of the 16 and made by the candidate with probability p (1 - p)^16, at most 0.022. An
+input of size 1 is that near with a probability of about 20 u, so an honest run in float32 is flagged once in 40 million
+inputs of a ReLU, rows times units. Inputs that are exactly 0 do not count: they stay so, see ``stochastic.py``.
+"""
+
+
+class Unbounded(ValueError):
+    """A case in which roundings decide, so that no bound on its numbers is worth anything."""
 
 
 def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
-    """Return ``FACTOR`` times the largest deviation that the single device shows in ``RUNS`` other runs.
+    """Return :func:`factor` times the largest deviation that the single device shows in ``RUNS`` other runs.
 
     Each has its rows in another order and split, and starts from weights of which every one is off by its last bit
     or not: without that, a step of one row has no other order, and shows nothing. ``shaken``, every result is off by
@@ -75,21 +92,21 @@ def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
 
     Raises
     ------
-    ValueError
+    Unbounded
         Where fewer than half of the runs have the outcomes of ``reference``: roundings decide there which steps are
-        skipped, and no bound on numbers is worth anything.
+        skipped, and no bound on numbers is worth anything. And where a bound is none, see :func:`check`.
     """
     case = reference.case
-    libraries: list[Any] = [Library(run) if shaken else np for run in range(RUNS)]
-    runs = [
-        single.train(case, split=shuffled(case, run), xp=xp, start=nudged(case, run)).steps
-        for run, xp in enumerate(libraries)
-    ]
+    runs = []
+    for run in range(RUNS):
+        library: Any = Library(run)
+        xp, other = (library, library.constants(case)) if shaken else (np, case)
+        runs.append(single.train(other, split=shuffled(case, run), xp=xp, start=nudged(case, run)).steps)
     bounds: Bounds = []
     for number, truth in enumerate(reference.steps, reference.begun):
         runs = [steps for steps in runs if decided(steps[number]) == decided(truth)]
         if len(runs) < RUNS / 2:
-            raise ValueError(
+            raise Unbounded(
                 f"step {number} of the reference is {truth.outcome!r}, at update {truth.t} and loss scale "
                 f"{truth.scale:g}, and only {len(runs)} of {RUNS} runs that round otherwise agree: its numbers have no "
                 "bound; keep the case further from an overflow, or give bounds"
@@ -98,13 +115,63 @@ def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
         bounds.append(
             {
                 name: max(
-                    FACTOR * max(deviation(other[name], value) for other in others),
+                    factor(len(runs)) * max(deviation(other[name], value) for other in others),
                     FLOOR * kept_unit(case, value) * largest(value),
                 )
                 for name, value in numbers(truth)
             }
         )
+    check(bounds, [dict(step.items()) for step in reference.steps], kept_unit(case, np.empty(0)))
     return bounds
+
+
+def factor(runs: int) -> float:
+    """Return the f such that |Z| exceeds f times the largest of ``runs`` like it with a probability below ``CHANCE``.
+
+    A normal Z falls below z/f in magnitude with a probability of at most sqrt(2/pi) z/f, so all n do where the
+    candidate's is z with at most its n-th power, and on average over z with (sqrt(2/pi)/f)^n E|Z|^n. That all are
+    measured from a reference that is rounded as well makes it less. 8 runs: f = 8.03; 4: 33.2.
+    """
+    moment = math.pow(2, runs / 2) * math.gamma((runs + 1) / 2) / math.sqrt(math.pi)  # E|Z|^n
+    return math.sqrt(2 / math.pi) * math.pow(moment / CHANCE, 1 / runs)
+
+
+def check(bounds: Bounds, true: Sequence[Mapping[str, Any]], unit: float) -> None:
+    """Refuse bounds that are none.
+
+    Of a gradient, no entry may be allowed the largest of its tensor; of weights and state, not every entry itself, so
+    that zeros would pass. (Where a gradient is zero in theory Adam makes steps of the size of ``lr`` of its roundings:
+    the bias of the attention keys, a third of a tensor, goes where it wants, and changes nothing.) What is smaller than
+    sqrt(u) of the largest of its kind in the case may be all rounding, and is compared absolutely.
+
+    Raises
+    ------
+    Unbounded
+        With the first of them.
+    """
+    sizes: dict[str, float] = {}
+    for step in true:
+        for name, x in step.items():
+            if kind_of(name):
+                sizes[kind_of(name)] = max(sizes.get(kind_of(name), 0.0), largest(x))
+    for number, (step, values) in enumerate(zip(bounds, true, strict=True)):
+        for name, bound in step.items():
+            x, most, kind = values[name], float(np.max(bound, initial=0.0)), kind_of(name)
+            if not kind or not np.isfinite(x).all() or not np.any(x) or most <= math.sqrt(unit) * sizes[kind]:
+                continue
+            if (name.startswith("gradient/") and most >= largest(x)) or not np.any(np.abs(x) > bound):
+                raise Unbounded(
+                    f"step {number}: {name} has {largest(x):.3g} as its largest entry, and honest results may be off "
+                    f"by {most:.3g}, so that roundings decide it: take fewer steps, or data that does not bring the "
+                    "input of a ReLU to 0 but for roundings, or a larger eps"
+                )
+
+
+def kind_of(name: str) -> str:
+    """Return which tensors of a step are of one size with this: all gradients, weights, buffers of one name."""
+    first, _, rest = name.partition("/")
+    kinds = {"gradient": first, "parameter": first, "state": rest.rpartition("/")[2]}
+    return kinds.get(first, "")
 
 
 def decided(step: Step) -> tuple[Any, ...]:
@@ -118,12 +185,16 @@ def kept_unit(case: Case, value: Any) -> float:
 
 
 def nudged(case: Case, run: int) -> dict[str, HostArray]:
-    """Return the initial values of ``case``, each of them with its last bit up, down or as it is."""
+    """Return the initial values of ``case``, each of them with its last bit up, down or as it is.
+
+    Small integers stay: what is computed from them is exact, and a ReLU whose input is 0 is not up to roundings.
+    """
     values = {}
     unit = unit_of(case.precision.master)
     for name, spec in case.model.build().specs.items():
         value = initial_value(case.seed, name, spec, case.precision.master)
-        values[name] = value * (1 + 2 * unit * rng.integers((case.seed, "nudge", run, name), value.shape, -1, 2))
+        nudge = 1 + 2 * unit * rng.integers((case.seed, "nudge", run, name), value.shape, -1, 2)
+        values[name] = np.where(is_short(value, unit), value, value * nudge)
     return values
 
 
@@ -231,6 +302,13 @@ def allowed(case: Case, layout: Layout, true: Sequence[Mapping[str, Any]] | None
     ----------
     layout : whose pieces are bounded too, see :mod:`refpar.oracle.parts`
     true : the values, from :func:`everything`; computed where they are not given
+
+    Raises
+    ------
+    ValueError
+        In float16, where the case is not exact.
+    Unbounded
+        Where neither tier has a bound that is one, see :func:`check`.
     """
     true = everything(case, layout, truth(case)) if true is None else true
     try:
@@ -244,7 +322,7 @@ def allowed(case: Case, layout: Layout, true: Sequence[Mapping[str, Any]] | None
     # The truth was rounded as well, in float64, and by as much as a candidate in float64 may be.
     double = carried(case, layout, "float64", true)
     steps = [{name: e + own[name] for name, e in step.items()} for step, own in zip(steps, double, strict=True)]
-    if not useful(steps, true, np.finfo(case.precision.compute).tiny):
+    if not useful(steps, true, float(np.finfo(case.precision.compute).tiny)):
         return Allowed("statistical", statistical(case, layout, true))
     return Allowed("running", steps)
 
@@ -286,15 +364,22 @@ def statistical(case: Case, layout: Layout, true: Sequence[Mapping[str, Any]]) -
 
     The spread is the root mean square, over ``SHAKEN_RUNS`` runs whose every result is shaken by its rounding, of the
     distance from the truth. An element whose few samples happen to be small is given the median spread of its tensor,
-    and the floor is 4u of the value itself. Elements that no rounding moves (rows of an embedding that no token
-    uses) must be exact.
+    and the floor is ``FLOOR`` u of the value itself. Elements that no rounding moves (rows of an embedding that no
+    token uses) must be exact.
+
+    Raises
+    ------
+    Unbounded
+        See :func:`check`.
     """
     spread = Spread(true)
     for run in range(SHAKEN_RUNS):
         library: Any = Library(run)
-        shaken = single.train(case, xp=library)
+        shaken = single.train(library.constants(case), xp=library)
         spread.add(everything(case, layout, shaken, library.asarray))
-    return spread.bounds(unit_of(case.precision.compute))
+    bounds = spread.bounds(unit_of(case.precision.compute))
+    check(bounds, true, unit_of(case.precision.compute))
+    return bounds
 
 
 class Spread:
@@ -322,7 +407,7 @@ class Spread:
                 spread = np.sqrt(square / self.runs)
                 typical = np.median(spread) if spread.size else 0.0
                 spread = np.where(spread > 0, np.maximum(spread, typical), 0.0)  # 0: not by luck, in so many runs
-                step[name] = np.maximum(QUANTILE * spread, 4 * unit * np.abs(true[name]))
+                step[name] = np.maximum(QUANTILE * spread, FLOOR * unit * np.abs(true[name]))
             result.append(step)
         return result
 
@@ -346,5 +431,7 @@ def reduction(terms: Sequence[HostArray], dtype: str) -> tuple[HostArray, HostAr
     if grain is not None and (sizes < 2.0 ** (running.TYPES[dtype].digits + min(grain, 900))).all():
         return exact, np.zeros(exact.shape)
     unit = 2.0**-24 if dtype == "float16" else unit_of(dtype)
-    rounded_once = unit_of(dtype) * np.abs(exact) if dtype == "float16" else 0.0
-    return exact, (len(terms) - 1) * unit * sizes + rounded_once + 2.0**-53 * np.abs(exact)
+    error = (len(terms) - 1) * unit * sizes
+    if dtype == "float16":  # what was summed in float32 is rounded once more, errors and all
+        error = error + unit_of(dtype) * (np.abs(exact) + error)
+    return exact, error + 2.0**-53 * np.abs(exact)
