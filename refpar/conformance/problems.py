@@ -65,13 +65,17 @@ class Limits:
     empty: bool = True
 
 
+BETAS = (0.875, 0.984375)
+
 OPTIMIZERS: dict[str, SGD | Adam | AdamW] = {
     "sgd": SGD(lr=0.25),
     "momentum": SGD(lr=0.125, momentum=0.5, weight_decay=0.125, warmup=3),
-    "adam": Adam(lr=2.0**-6, eps=2.0**-12, weight_decay=0.125),
-    "adamw": AdamW(lr=2.0**-6, eps=2.0**-12, weight_decay=0.125, warmup=2),
+    "adam": Adam(lr=2.0**-6, betas=BETAS, eps=2.0**-12, weight_decay=0.125),
+    "adamw": AdamW(lr=2.0**-6, betas=BETAS, eps=2.0**-12, weight_decay=0.125, warmup=2),
 }
-"""``eps`` is so large that Adam does not turn the rounding noise of a gradient that is zero into steps of size lr."""
+"""All constants are dyadic, so that float32 holds the same, and nothing is lost where ``1 - beta`` cancels.
+
+``eps`` is so large that Adam does not turn the rounding noise of a gradient that is zero into steps of size lr."""
 
 
 def ranks(draw: Draw, numbers: tuple[int, ...]) -> int:
