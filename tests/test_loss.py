@@ -8,7 +8,6 @@ from finite import Evaluation, check, numbers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from refpar.nn import loss as losses
 from refpar.nn.loss import CrossEntropy, SquaredError, seed_and_divisor, token_count
 
 DTYPES = (np.float16, np.float32, np.float64)
@@ -73,7 +72,7 @@ def test_squared_error_is_its_formula():
     mask = np.ones(4, bool)
     value, saved = SquaredError().forward(y, t, mask)
     assert value == sum((v - 1) ** 2 for v in range(8))
-    seed, divisor = seed_and_divisor("before", 1, SquaredError().count(t, mask))
+    seed, divisor = seed_and_divisor("before", 1, token_count(mask))
     assert np.array_equal(SquaredError().backward(saved, seed) / divisor, 2 * (y - t) / 4)
 
 
@@ -91,7 +90,7 @@ def test_any_split_of_the_rows_adds_up(data, batch, seed):
     tokens = mask.sum()
     parts = [loss.forward(*p) for p in zip(*(np.split(a, cuts) for a in (y, targets, mask)), strict=True)]
     whole, saved = loss.forward(y, targets, mask)
-    assert sum(token_count(m) for m in np.split(mask, cuts)) == loss.count(targets, mask) == tokens
+    assert sum(token_count(m) for m in np.split(mask, cuts)) == token_count(mask) == tokens
     assert abs(sum(v for v, _ in parts) - whole) <= 2 * tokens * 2.0**-53 * float(whole)
     assert np.array_equal(np.concatenate([loss.backward(s, 0.5) for _, s in parts]), loss.backward(saved, 0.5))
 
@@ -104,7 +103,7 @@ def test_a_mean_of_means_is_not_the_mean():
     """1 and 3 valid tokens with sums 8 and 4: 12 / 4 = 3, not 4.667 (huggingface/transformers#34242)."""
     parts = [(np.array([[8.0**0.5]]), 1), (np.array([[1.0], [1.0], [2.0**0.5]]), 3)]
     values = [SquaredError().forward(y, np.zeros_like(y), np.ones(n, bool))[0] for y, n in parts]
-    counts = [SquaredError().count(y, np.ones(n, bool)) for y, n in parts]
+    counts = [token_count(np.ones(n, bool)) for _, n in parts]
     assert sum(values) / sum(counts) == pytest.approx(3, rel=2.0**-50)
     assert np.mean([v / c for v, c in zip(values, counts, strict=True)]) == pytest.approx(14 / 3, rel=2.0**-50)
 
@@ -184,16 +183,9 @@ def test_seed_and_divisor():
 def test_a_step_without_tokens_has_gradient_zero(divide):
     """Seed and divisor are finite and positive, and every gradient is exactly zero, not 0/0."""
     loss, y, targets, mask = cross_entropy(np.random.default_rng(0), 2, 3, 4, share=0)
-    seed, divisor = seed_and_divisor(divide, 1024, loss.count(targets, mask))
+    seed, divisor = seed_and_divisor(divide, 1024, token_count(mask))
     assert math.isfinite(seed)
     assert divisor > 0
     value, saved = loss.forward(y, targets, mask)
     assert value == 0
     assert np.array_equal(loss.backward(saved, seed) / divisor, np.zeros_like(y))
-
-
-def test_both_losses_count_through_one_function(monkeypatch):
-    """``token_count`` is the one place that decides: replaced there, it is replaced everywhere."""
-    monkeypatch.setattr(losses, "token_count", lambda mask: 42)
-    mask = np.ones(3, bool)
-    assert (CrossEntropy().count(None, mask), SquaredError().count(None, mask)) == (42, 42)

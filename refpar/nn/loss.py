@@ -24,8 +24,6 @@ Divide = Literal["before", "after"]
 class Loss(Protocol):
     """See the module's docstring."""
 
-    def count(self, targets: Array, mask: Array) -> int: ...
-
     def forward(self, y: Array, targets: Array, mask: Array) -> tuple[Array, Any]: ...
 
     def backward(self, saved: Any, seed: float) -> Array: ...
@@ -68,9 +66,6 @@ class CrossEntropy:
     Kept for the backward pass: the probabilities (4 bytes a logit for halves), targets and mask.
     """
 
-    def count(self, targets: Array, mask: Array) -> int:
-        return token_count(mask)
-
     def forward(self, y: Array, targets: Array, mask: Array) -> tuple[Array, Any]:
         """Return the sum, 0-d in the accumulator type, and what the backward pass needs.
 
@@ -105,9 +100,6 @@ class CrossEntropy:
 @dataclass(frozen=True)
 class SquaredError:
     """``(y - target)^2``, summed over the columns and over the rows of the mask; the count is of rows."""
-
-    def count(self, targets: Array, mask: Array) -> int:
-        return token_count(mask)
 
     def forward(self, y: Array, targets: Array, mask: Array) -> tuple[Array, Any]:
         """Return the sum, 0-d in the accumulator type, and what the backward pass needs.
