@@ -17,10 +17,12 @@ import pytest
 from safetensors.numpy import load, save, save_file
 
 from refpar import single
-from refpar.case import Trace
+from refpar.case import Layout, Trace
 from refpar.cli import main
 from refpar.comm import World
+from refpar.optim import Adam
 from refpar.oracle import bounds, candidate, control, golden, reports
+from refpar.oracle.cases import BETAS, EPS, silent_replica
 from refpar.oracle.compare import Comparison
 from refpar.oracle.dumps import BadDump, Dump, open_dump
 from refpar.oracle.golden import Golden
@@ -237,6 +239,22 @@ def test_consequences_are_told_from_new_mistakes(ragged: Golden, tmp_path: Path)
 
 
 # ------------------------------------------------------------------------------------------------- several files
+
+
+def test_what_the_candidate_does_not_tell_is_taken_to_be_right(tmp_path: Path, worlds: Worlds) -> None:
+    """After a step without tokens an update more has not been made: what follows is a consequence all the same."""
+    case = replace(silent_replica("float32"), optimizer=Adam(2.0**-6, BETAS, EPS, warmup=3))
+    made = golden.build("silent", "", case, Layout(dp=3), world=worlds(3))
+    first = single.train(replace(case, batches=case.batches[:1]))
+    first.steps[0].parameters["head.norm.weight"] *= np.float32(1.01)
+    rest = single.train(case, start=bounds.State.after(first))
+    trace = replace(first, case=case, steps=first.steps + rest.steps)
+    told = {name: x for name, x in dumped(trace).items() if x.ndim}  # no counts, flags, numbers of updates
+    verdict = check(made, told, tmp_path)
+    assert str(verdict.first).startswith("step 0: parameter/head.norm.weight[")
+    assert {found.step for found in verdict.divergences} == {0, 1, 2}
+    untold = {found.name for found in verdict.divergences[1:] if found.role != "consequence"}
+    assert untold <= {"parameter/head.norm.weight"}  # of step 1, where nothing is updated
 
 
 def several(values: list[Arrays], folder: Path, told: list[dict[str, object]] | None = None) -> list[Path]:

@@ -182,7 +182,7 @@ def roles(walk: Walk, case: Case) -> dict[tuple[int, str], str]:
     for found in walk.found[1:MOST_EXPLAINED]:
         later.setdefault(found.step, []).append(found.name)
     for step, names in later.items():
-        own = local.recomputed(case, step, walk.read)
+        own = local.recomputed(case, step, walk.read, walk.expected)
         for name in names:
             got = walk.read(f"step{step}/{name}")
             if name in own and got is not None:
