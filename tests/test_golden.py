@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from refpar import single, split
-from refpar.case import Case
+from refpar import optim, single, split
 from refpar.cli import main
 from refpar.comm import World
 from refpar.nn.layers import GELU, Attention
@@ -119,26 +118,36 @@ def wrong_weights(right: Any) -> Any:
 def test_a_case_drives_the_ends_of_curves(
     monkeypatch: pytest.MonkeyPatch, layer: type, method: str, wrong: Callable[[Any], Any]
 ) -> None:
-    """Where GELU is nearly flat and an attention nearly one-hot, mistakes show in this case, and not in an ordinary one."""
-    caught = set()
-    for name in ("saturated", "ragged"):
-        case, layout = CASES[name].make("float32"), CASES[name].layout
-        true = bounds.everything(case, layout, bounds.truth(case))
-        allowed = bounds.allowed(case, layout, true).steps
+    """Where GELU is nearly flat or an attention nearly one-hot, a mistake shows in this case, and not in another."""
+    assert flagged(monkeypatch, "saturated", "float32", layer, method, wrong(getattr(layer, method)))
+    assert not flagged(monkeypatch, "ragged", "float32", layer, method, wrong(getattr(layer, method)))
 
-        def off(case: Case = case, true: Any = true, allowed: Any = allowed) -> bool:
-            steps = single.train(case).steps
-            return any(
-                judge(n, key, x, true[n][key], allowed[n].get(key, 0.0))[0]
-                for n, step in enumerate(steps)
-                for key, x in step.items()
-            )
 
-        assert not off()
-        with monkeypatch.context() as patch:
-            patch.setattr(layer, method, wrong(getattr(layer, method)))
-            caught |= {name} if off() else set()
-    assert caught == {"saturated"}
+def test_what_the_page_says_of_torchs_clipping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The 1e-6 that it adds to the norm is within the bounds of float32, and not within those of float64."""
+
+    def torchs(norm: float, limit: float) -> float:
+        return min(1.0, limit / (norm + 1e-6))
+
+    assert not flagged(monkeypatch, "clipping", "float32", optim, "clip_factor", torchs)
+    assert flagged(monkeypatch, "clipping", "float64", optim, "clip_factor", torchs)
+
+
+def flagged(patch: pytest.MonkeyPatch, name: str, dtype: str, owner: Any, attribute: str, wrong: Any) -> bool:
+    """Whether one device that has something ``wrong`` leaves the bounds of a case; without, it must not."""
+    case, layout = CASES[name].make(dtype), CASES[name].layout
+    true = bounds.everything(case, layout, bounds.truth(case))
+    allowed = bounds.allowed(case, layout, true).steps
+
+    def off() -> bool:
+        steps = enumerate(single.train(case).steps)
+        pairs = [(n, key, x, true[n][key], allowed[n].get(key, 0.0)) for n, s in steps for key, x in s.items()]
+        return any(judge(*pair)[0] for pair in pairs)
+
+    assert not off()
+    with patch.context() as patched:
+        patched.setattr(owner, attribute, wrong)
+        return off()
 
 
 # ---------------------------------------------------------------------------------------------- written and read

@@ -35,6 +35,10 @@ every name of ``expected.safetensors`` in causal order.
 ``parameter/NAME``                        weights after the step
 ========================================  =============================================================
 
+Clipping multiplies all gradients by min(1, clip / norm). torch's ``clip_grad_norm_`` divides by norm + 1e-6 instead,
+which makes them smaller by the share 1e-6 / norm: in float32 that is within what roundings may do, so the two cannot be
+told apart, and both match. In float64 they can: scale the gradients yourself there.
+
 Inputs: ``parameter/NAME`` before step 0; ``step0/inputs``, ``step0/targets``, ``step0/mask``, all rows of all ranks;
 ``step0/dropout/LAYER``, where the layer keeps an element (rows first). Replica d of dp takes the rows of
 ``numpy.array_split(rows, dp)[d]``, cut into micro-batches in the same way. A reduction has ``rank0/NAME``,
