@@ -46,9 +46,18 @@ from refpar.parallel import assembly, hybrid
 from refpar.precision import Precision
 
 UNMEASURED = 8
-"""What a replay may be off by is the truth's bound, scaled, and this much wider: its own was not measured."""
+"""What a replay may be off by is the truth's bound, scaled, and this much wider: its own was not measured.
+
+It is a choice, and no bound: to measure it would take sixteen more replays of every mistake. It gives the wrong
+computation three bits more of rounding error, beside its size, than the right one has. No verdict hangs on it: that the
+numbers are wrong has been said before. Were it too small a mistake would go unnamed, and were it too large two would be
+named for one. Between two mistakes lie factors of a thousand and more, which every explanation says.
+"""
 ROUNDINGS = 64
-"""A wrong divisor, a wrong sum of the terms of up to as many ranks: that many roundings of the largest entry."""
+"""Each term of a sum that is not exact any more rounds once, by u of a partial sum: that is one a rank and micro-batch.
+
+64 are more than the product of both in any named case; a partial sum is taken to be no larger than the largest entry.
+"""
 
 REPORTED = ("count", "loss", "norm")
 """Values that nothing but a report need depend on."""
