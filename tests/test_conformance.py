@@ -17,14 +17,18 @@ from hypothesis import strategies as st
 from on_conformance import Own
 from test_mpi import MPIEXEC, needs_mpi
 
+from refpar import single
 from refpar.arrays import Array
-from refpar.case import Case, Layout
-from refpar.conformance import BadAdapter, Limits
+from refpar.case import Batch, Case, Layout
+from refpar.conformance import BadAdapter, Limits, operations
 from refpar.conformance.adapter import BY_RANK, Subject, load, spmd
 from refpar.conformance.operations import CHECKS, Wrong
 from refpar.nn.loss import CrossEntropy
+from refpar.nn.models import MLP
+from refpar.optim import SGD
 from refpar.oracle import golden, mistakes
 from refpar.oracle.dumps import open_dump
+from refpar.precision import Precision
 
 HERE = Path(__file__).parent
 
@@ -66,6 +70,18 @@ def held(name: str, adapter: Any, examples: int = 60) -> None:
 def test_refpar_passes_its_own_battery(own: Own, name: str) -> None:
     """Every check is passed by refpar's own technique: it asks for nothing that cannot be had."""
     held(name, own, 6 if name == "run_equals_one_device" else 20)
+
+
+def test_verdict_names_the_ground_of_its_bounds() -> None:
+    """The spread of one device in float64, and the tier of what is allowed to others in float32."""
+    for model, inputs, dtype, ground in (
+        (MLP((3, 2)), np.ones((2, 3)) / 3, "float64", "spread"),
+        (MLP((3, 2)), np.ones((2, 3)) / 3, "float32", "running"),
+        (MLP((3, 2), init="integers"), np.ones((2, 3)), "float32", "exact"),
+    ):
+        rows = Batch(inputs, np.ones((2, 2)), np.ones(2, bool))
+        case = Case(model, SGD(0.5), (rows,), Precision(dtype), divide="after")
+        assert operations.judge(case, Layout(), single.train(case), []).bound_kind == ground
 
 
 # One wrong version of each operation, and the checks that must see it.

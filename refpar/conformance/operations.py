@@ -7,6 +7,7 @@ allowed is derived beside it. ``u`` is the unit roundoff of the type of the arra
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -386,7 +387,9 @@ def run_equals_one_device(subject: Subject, draw: Draw, seen: list[Example]) -> 
     reason = subject.adapter.refuses(case, layout) if hasattr(subject.adapter, "refuses") else None
     if reason:
         return
-    judge(case, layout, subject.call("run", layout.ranks, case, layout), seen)
+    result = subject.call("run", layout.ranks, case, layout)
+    with contextlib.suppress(bounds.Unbounded):  # where roundings decide there is nothing to hold it to
+        judge(case, layout, result, seen)
 
 
 def judge(case: Case, layout: Layout, result: Any, seen: list[Example]) -> compare.Comparison:
@@ -394,10 +397,11 @@ def judge(case: Case, layout: Layout, result: Any, seen: list[Example]) -> compa
     steps = values_of(result)
     if case.precision.compute == "float64":
         truth = single.train(case)
-        limits: list[dict[str, Any]] = bounds.spread(truth)
+        kind, limits = "spread", bounds.spread(truth)
     else:
         truth = bounds.truth(case)
-        limits = bounds.allowed(case, layout).steps
+        allowed = bounds.allowed(case, layout)
+        kind, limits = allowed.tier, allowed.steps
     named = {f"step{n}/{name}": np.asarray(x) for n, step in enumerate(steps) for name, x in step.items()
              if name != "outcome"}  # fmt: skip
     seen.append(Example({}, {}, {}, named, case, layout))
@@ -424,7 +428,7 @@ def judge(case: Case, layout: Layout, result: Any, seen: list[Example]) -> compa
     if first is not None:
         seen[-1].first = first.name
         raise Wrong(f"{layout}: {first}")
-    return compare.Comparison(compared, 0.0, 0.0, "spread", found)
+    return compare.Comparison(compared, 0.0, 0.0, kind, found)
 
 
 def values_of(result: Any) -> list[Mapping[str, Any]]:
