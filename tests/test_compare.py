@@ -21,9 +21,9 @@ from refpar.case import Layout, Trace
 from refpar.cli import main
 from refpar.comm import World
 from refpar.optim import Adam
-from refpar.oracle import bounds, candidate, control, golden, reports
+from refpar.oracle import bounds, candidate, control, golden, local, reports
 from refpar.oracle.cases import BETAS, EPS, silent_replica
-from refpar.oracle.compare import Comparison
+from refpar.oracle.compare import Comparison, judge
 from refpar.oracle.dumps import BadDump, Dump, open_dump
 from refpar.oracle.golden import Golden
 
@@ -255,6 +255,22 @@ def test_what_the_candidate_does_not_tell_is_taken_to_be_right(tmp_path: Path, w
     assert {found.step for found in verdict.divergences} == {0, 1, 2}
     untold = {found.name for found in verdict.divergences[1:] if found.role != "consequence"}
     assert untold <= {"parameter/head.norm.weight"}  # of step 1, where nothing is updated
+
+
+def test_an_update_may_round_its_constants(ragged: Golden) -> None:
+    """Adam in float32 throughout, its bias corrections too, as a library writes it: right for its own gradients."""
+    case = replace(ragged.case, optimizer=Adam(0.01, (0.9, 0.999)))
+    step = single.train(replace(case, batches=case.batches[:1])).steps[0]
+    values: Arrays = {f"step0/gradient/{name}": g for name, g in step.gradients.items()}
+    one, (b1, b2), lr, eps = np.float32(1), np.float32((0.9, 0.999)), np.float32(0.01), np.float32(1e-8)
+    start = bounds.State.initial(case).parameters
+    for name, g in step.gradients.items():
+        m, v = np.float32(1 - 0.9) * g, np.float32(1 - 0.999) * g * g
+        values[f"step0/parameter/{name}"] = start[name] - lr * (m / (one - b1)) / (np.sqrt(v / (one - b2)) + eps)
+    own = local.recomputed(case, 0, values.get, {})
+    for name in step.gradients:
+        true, room = own[f"parameter/{name}"]
+        assert judge(0, name, values[f"step0/parameter/{name}"], true, room)[0] is None, name
 
 
 def several(values: list[Arrays], folder: Path, told: list[dict[str, object]] | None = None) -> list[Path]:

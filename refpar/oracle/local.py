@@ -103,11 +103,12 @@ def update(
     reported, outcome = read(f"step{number}/norm"), read(f"step{number}/outcome")
     if outcome is not None and int(outcome) != 0:
         return
+    optimizer = (library.constants(case) if isinstance(library, Library) else case).optimizer
     factor = optim.clip_factor(norm if reported is None else float(reported), case.clip)
     for name, g in own.items():
         p = library.asarray(begin.master(name).copy())
         state = {buffer: library.asarray(x.copy()) for buffer, x in begin.buffers(name).items()}
-        optim.update(case.optimizer, p, g * factor, state, begin.t + 1, optim.decays(specs[name]))
+        optim.update(optimizer, p, g * factor, state, begin.t + 1, optim.decays(specs[name]))
         yield from ((f"state/{name}/{buffer}", np.array(x)) for buffer, x in state.items())
         if types.master != types.compute:
             yield f"state/{name}/master", np.array(p)
