@@ -61,10 +61,13 @@ def optimizers(draw: st.DrawFn) -> SGD | Adam | AdamW:
     )
 
 
-def batch(model: GPT | MLP, rows: int, share: float, seed: int, step: int) -> Batch:
+def batch(
+    model: GPT | MLP, rows: int, share: float, seed: int, step: int, *, length: int | None = None, kind: str = "int64"
+) -> Batch:
     """Return rows of distinct numbers, of which about ``share`` of the targets count.
 
-    Masked targets hold -100, as is the custom, and must not be looked at.
+    Masked targets hold -100, as is the custom, or what that is without a sign, and must not be looked at. Rows of
+    tokens are as long as the context unless a ``length`` is given, and of integers of any ``kind``.
     """
     key = (seed, "batch", step)
     if isinstance(model, MLP):
@@ -74,10 +77,10 @@ def batch(model: GPT | MLP, rows: int, share: float, seed: int, step: int) -> Ba
             for name, width in (("x", model.widths[0]), ("y", model.widths[-1]))
         )
         return Batch(inputs, targets, mask)
-    shape = rows, model.context
+    shape = rows, model.context if length is None else length
     mask = rng.uniform((*key, "mask"), shape) < share
     inputs, targets = (rng.integers((*key, name), shape, 0, model.vocabulary) for name in ("x", "y"))
-    return Batch(inputs, np.where(mask, targets, -100), mask)
+    return Batch(inputs.astype(kind), np.where(mask, targets, -100).astype(kind), mask)
 
 
 @st.composite
@@ -91,10 +94,14 @@ def cases(
     """Whole problems. Rows may be fewer than ranks or none at all, and a step may have no token that counts."""
     model = draw(models if models is not None else gpts() | mlps())
     seed = draw(seeds)
+    kind = draw(st.sampled_from(["int64", "int64", "int8", "uint8", "uint32"]))
     batches = tuple(
-        batch(model, draw(st.integers(0, 7)), draw(st.sampled_from([0.0, 0.4, 1.0])), seed, step)
+        batch(
+            model, draw(st.integers(0, 7)), draw(st.sampled_from([0.0, 0.4, 1.0])), seed, step, kind=kind,
+            length=draw(st.integers(1, model.context)) if isinstance(model, GPT) else None,
+        )
         for step in range(draw(st.integers(1, max_steps)))
-    )
+    )  # fmt: skip
     return Case(
         model,
         draw(optimizers()),
@@ -178,8 +185,9 @@ def layouts(
 def splits(draw: st.DrawFn, cases: st.SearchStrategy[Case] | None = None, **given: int | None) -> tuple[Case, Layout]:
     """A case, some of it frozen at times, and a layout that can run it."""
     case = draw(cases if cases is not None else three_blocks)
-    name = draw(st.sampled_from(list(case.model.build().specs)))
-    case = dataclasses.replace(case, frozen=draw(st.sampled_from([(), (), (name,)])))
+    model = case.model.build()
+    names = st.lists(st.sampled_from([*model.specs, *(unit for unit, _ in model.units)]), max_size=3, unique=True)
+    case = dataclasses.replace(case, frozen=tuple(draw(st.just([]) | names)))
     return case, draw(layouts(case, **given))
 
 
