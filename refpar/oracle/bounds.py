@@ -121,7 +121,7 @@ def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
                 for name, value in numbers(truth)
             }
         )
-    check(bounds, [dict(step.items()) for step in reference.steps], kept_unit(case, np.empty(0)))
+    check(bounds, [dict(step.items()) for step in reference.steps], unit_of(case.precision.compute), reference.begun)
     return bounds
 
 
@@ -136,8 +136,8 @@ def factor(runs: int) -> float:
     return math.sqrt(2 / math.pi) * math.pow(moment / CHANCE, 1 / runs)
 
 
-def check(bounds: Bounds, true: Sequence[Mapping[str, Any]], unit: float) -> None:
-    """Refuse bounds that are none.
+def check(bounds: Bounds, true: Sequence[Mapping[str, Any]], unit: float, begun: int = 0) -> None:
+    """Refuse bounds that are none; ``begun`` is the number of the first step.
 
     Of a gradient, no entry may be allowed the largest of its tensor; of weights and state, not every entry itself, so
     that zeros would pass. (Where a gradient is zero in theory Adam makes steps of the size of ``lr`` of its roundings:
@@ -154,7 +154,7 @@ def check(bounds: Bounds, true: Sequence[Mapping[str, Any]], unit: float) -> Non
         for name, x in step.items():
             if kind_of(name):
                 sizes[kind_of(name)] = max(sizes.get(kind_of(name), 0.0), largest(x))
-    for number, (step, values) in enumerate(zip(bounds, true, strict=True)):
+    for number, (step, values) in enumerate(zip(bounds, true, strict=True), begun):
         for name, bound in step.items():
             x, most, kind = values[name], float(np.max(bound, initial=0.0)), kind_of(name)
             if not kind or not np.isfinite(x).all() or not np.any(x) or most <= math.sqrt(unit) * sizes[kind]:
