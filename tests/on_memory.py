@@ -65,7 +65,7 @@ class Turned:
 
 @dataclass(frozen=True)
 class Handed:
-    """``y = x + weight``, for a single row: the gradient it yields is the very array it hands on."""
+    """``y = x + weight``. Of a single row the gradient it yields is the very array it hands on."""
 
     name: str
     width: int
@@ -78,8 +78,7 @@ class Handed:
         return x + params[f"{self.name}.weight"], None
 
     def backward(self, params: Params, saved: Any, dy: Array) -> Gradients:
-        if len(dy) == 1:
-            yield f"{self.name}.weight", dy
+        yield f"{self.name}.weight", dy if len(dy) == 1 else total(widen(dy), axis=0, keepdims=True)
         return dy
 
 
