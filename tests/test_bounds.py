@@ -156,6 +156,12 @@ def test_uncertain_sign_allows_both_slopes() -> None:
     assert dx.error.tolist() == [0, 3, 3, 0, 0]
 
 
+def test_clipping_allows_for_the_largest_factor() -> None:
+    """A factor of at most 3/4 may be used and the product is rounded: both are allowed for, to the last digit."""
+    carried = running.clipped(running.given(np.array([1 / 3])), 0.5, 0.25, SINGLE)
+    assert carried.error[0] >= 0.25 / 3 + 2.0**-24 * 0.75 / 3
+
+
 @pytest.mark.parametrize(("residual", "exact"), [(1, True), (4, False)])
 def test_parts_of_a_sum_must_fit_in_halves(residual: int, exact: bool) -> None:
     """Where a gradient fits in a half and parts of its sum do not, an overflow depends on the order: no proof."""
