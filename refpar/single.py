@@ -13,6 +13,9 @@ A step is::
 
 Nothing here knows of ranks, and nothing from ``comm`` or ``parallel`` is imported: an oracle that
 shares a defect with what it judges is no oracle.
+
+No partial sum is sent, so ``Precision.reduce`` means nothing here. In float16 that matters: whether a *part* of a
+gradient overflows where the whole does not is up to the layout, see :class:`refpar.case.Layout`.
 """
 
 from __future__ import annotations
