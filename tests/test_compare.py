@@ -567,6 +567,13 @@ def test_factor_keeps_the_chance_of_a_false_alarm(controls: int) -> None:
         assert least * control.ALARM < tail < 1.001 * control.ALARM  # the integral is off by less
 
 
+def test_table_of_factors() -> None:
+    """The module shows what it computes."""
+    [head, *rows] = [line.split() for line in (control.__doc__ or "").splitlines() if line.startswith("    ")]
+    for _, _, values, _, *shown in rows:
+        assert [f"{control.factor(int(k), int(values)):.0f}" for k in head[1:]] == shown
+
+
 @pytest.mark.parametrize("controls", [1, 2, 4])
 @pytest.mark.parametrize("size", [1e-7, 3e-5])
 def test_honest_numbers_are_not_flagged(tmp_path: Path, controls: int, size: float) -> None:

@@ -13,8 +13,8 @@ the reference, and a bound made of it is narrow by luck. So the factor follows f
 from how many values are compared, such that an honest run is flagged less than once in 1 / ``ALARM``::
 
     controls                  1        2      3     4     6     8     16
-    factor for 100 values     12732    200    56    32    19    15    13
-    factor for 1000 values    127324   633    121   56    28    21    15
+    factor for 100 values     12732    200    56    31    19    15    13
+    factor for 1000 values    127324   632    121   56    27    20    15
 
 One control run is good for gross mistakes; four are enough, eight are better. At least 4u of a tensor's largest entry
 is allowed, two steps of its last place, u the unit roundoff of the narrower type. Without a control run that is all:
