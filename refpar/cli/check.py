@@ -47,8 +47,8 @@ def checking(verbs: Any) -> None:
     p.add_argument("--reference", metavar="DUMP", type=Path, help="a dump of your own single-device run, for any model")
     p.add_argument(
         "--control", metavar="DUMP", type=Path, action="append", default=[],
-        help="another run that is right, such as the single device with the batch in another order: sets what is allowed; "
-        "give four",
+        help="another run that is right, such as the single device with the batch in another order: sets what is "
+        "allowed; give four",
     )  # fmt: skip
     p.add_argument("--sharding", metavar="FILE", type=Path, help="JSON that says how the ranks' pieces make a whole")
     p.add_argument("--steps", metavar="N", type=positive, help="compare the first N steps only")
