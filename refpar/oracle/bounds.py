@@ -22,8 +22,8 @@ device in other orders, and shaken.
 
 The firmest is not the sharpest. Roundings mostly cancel and worst cases never do, so a running bound is from ten times
 to any number of times as wide as the statistical one: it grows with the widths and by a factor of its own in each step.
-:func:`allowed` takes, for a case as a whole, the first tier of exact, running and statistical that is carried through
-it and of which no bound exceeds ``SHARE`` of the largest entry of its tensor.
+:func:`allowed` decides for a case as a whole: exact where that is proved; running where no bound of any step exceeds
+``SHARE`` of the largest entry of its tensor; else statistical; and it refuses the case where zeros would pass that too.
 """
 
 from __future__ import annotations
@@ -94,7 +94,9 @@ def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
     ------
     Unbounded
         Where fewer than half of the runs have the outcomes of ``reference``: roundings decide there which steps are
-        skipped, and no bound on numbers is worth anything. And where a bound is none, see :func:`check`.
+        skipped, and no bound on numbers is worth anything. And where the bound of a gradient is none, see
+        :func:`check`; of weights and state it may be, for it is one number a tensor: an entry whose gradient is all
+        rounding, and which Adam moves by ``lr`` to either side, sets it for all.
     """
     case = reference.case
     runs = []
@@ -121,7 +123,8 @@ def spread(reference: Trace, *, shaken: bool = True) -> Bounds:
                 for name, value in numbers(truth)
             }
         )
-    check(bounds, [dict(step.items()) for step in reference.steps], unit_of(case.precision.compute), reference.begun)
+    gradients = [{f"gradient/{name}": g for name, g in step.gradients.items()} for step in reference.steps]
+    check(bounds, gradients, factor(RUNS) * math.sqrt(unit_of(case.precision.compute)), reference.begun)
     return bounds
 
 
@@ -136,13 +139,19 @@ def factor(runs: int) -> float:
     return math.sqrt(2 / math.pi) * math.pow(moment / CHANCE, 1 / runs)
 
 
-def check(bounds: Bounds, true: Sequence[Mapping[str, Any]], unit: float, begun: int = 0) -> None:
-    """Refuse bounds that are none; ``begun`` is the number of the first step.
+def check(bounds: Bounds, true: Sequence[Mapping[str, Any]], noise: float, begun: int = 0) -> None:
+    """Refuse bounds of the values ``true`` that are none.
 
     Of a gradient, no entry may be allowed the largest of its tensor; of weights and state, not every entry itself, so
     that zeros would pass. (Where a gradient is zero in theory Adam makes steps of the size of ``lr`` of its roundings:
-    the bias of the attention keys, a third of a tensor, goes where it wants, and changes nothing.) What is smaller than
-    sqrt(u) of the largest of its kind in the case may be all rounding, and is compared absolutely.
+    the bias of the attention keys, a third of a tensor, goes where it wants, and changes nothing.)
+
+    Parameters
+    ----------
+    noise : the share of the largest of its kind, in the whole case, that a bound may always be. What is sqrt(u) of it,
+        half of the digits, may be all rounding, and is compared absolutely: within sqrt(u), and in a spread, which
+        allows the rounding seen so many times, within :func:`factor` sqrt(u): 9e-8 in float64, 0.18 in float16
+    begun : the number of the first step
 
     Raises
     ------
@@ -155,9 +164,10 @@ def check(bounds: Bounds, true: Sequence[Mapping[str, Any]], unit: float, begun:
             if kind_of(name):
                 sizes[kind_of(name)] = max(sizes.get(kind_of(name), 0.0), largest(x))
     for number, (step, values) in enumerate(zip(bounds, true, strict=True), begun):
-        for name, bound in step.items():
-            x, most, kind = values[name], float(np.max(bound, initial=0.0)), kind_of(name)
-            if not kind or not np.isfinite(x).all() or not np.any(x) or most <= math.sqrt(unit) * sizes[kind]:
+        for name in [name for name in values if name in step and kind_of(name)]:
+            x, bound = values[name], step[name]
+            most = float(np.max(bound, initial=0.0))
+            if most <= noise * sizes[kind_of(name)] or not np.any(x) or not np.isfinite(x).all():
                 continue
             if (name.startswith("gradient/") and most >= largest(x)) or not np.any(np.abs(x) > bound):
                 raise Unbounded(
@@ -378,7 +388,7 @@ def statistical(case: Case, layout: Layout, true: Sequence[Mapping[str, Any]]) -
         shaken = single.train(library.constants(case), xp=library)
         spread.add(everything(case, layout, shaken, library.asarray))
     bounds = spread.bounds(unit_of(case.precision.compute))
-    check(bounds, true, unit_of(case.precision.compute))
+    check(bounds, true, math.sqrt(unit_of(case.precision.compute)))
     return bounds
 
 
