@@ -122,7 +122,7 @@ def mpi_rank() -> None:
         assert (out == comm.size * (comm.size - 1) / 2).all()
     everybody = comm.gather(mine)
     if comm.rank == 0:
-        print(json.dumps([MPI.Get_library_version().partition("\n")[0].strip(), everybody]))
+        print(json.dumps([MPI.Get_library_version().partition("\n")[0].strip(" \0"), everybody]))
 
 
 def mpi(python: str, ranks: int) -> tuple[str, list[Times]]:
