@@ -12,6 +12,8 @@ import pytest
 from test_golden import PINNED
 from test_mpi import needs_mpi
 
+from refpar.oracle import golden
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CI = (ROOT / ".ci" / "run").read_text()
@@ -138,6 +140,12 @@ def test_commands_that_need_torch_run(tmp_path: Path) -> None:
 def test_golden_of_the_recipe_is_the_pinned_one() -> None:
     """CI of a reader stays green as long as the promise of the format holds."""
     assert f"--sha256 {PINNED['integers-zero']}" in README
+
+
+def test_cases_are_counted_right() -> None:
+    """As many named cases as it says in words."""
+    words = ("fourteen", "fifteen", "sixteen", "seventeen", "eighteen")
+    assert f"`refpar golden --list` has {words[len(golden.listing()) - 14]} cases" in README
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"\]\((\w[\w/.]+)\)", README))))

@@ -176,6 +176,12 @@ def test_operation_in_pieces_is_that_on_the_whole(pool: Pool, name: str) -> None
         assert {answer.wrong for answer in answers} <= {"", "refused"}, (example, ranks, answers[0])
 
 
+def test_operations_are_counted_right() -> None:
+    """As many as the README says are held to the single device."""
+    text = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+    assert f"DTensor's operations, {len(torch_operations.SHARDED)} of them" in text
+
+
 @SAME_VERSION
 @pytest.mark.parametrize("name", torch_operations.KNOWN)
 def test_what_is_known_to_be_wrong_is(pool: Pool, name: str) -> None:
