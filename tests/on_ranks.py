@@ -4,6 +4,7 @@ Inputs are made on the ranks from a seed, since arrays are dear to send; the par
 """
 
 import time
+import tracemalloc
 from dataclasses import dataclass
 from typing import Any
 
@@ -215,6 +216,26 @@ def gather_permuted(comm: Communicator) -> np.ndarray:
 
 def sum_of_halves(comm: Communicator, values: list[float]) -> float:
     return float(ring.all_reduce(comm, np.array(values[comm.rank], np.float16)))
+
+
+def room_of_reductions(comm: Communicator, n: int) -> dict[str, int]:
+    """Return the most bytes held by reductions of ``n`` float32 or float16 beside what they were given."""
+    x, part = np.ones(n, np.float32), np.empty(n // comm.size, np.float32)
+    out, halves = np.empty_like(x), x.astype(np.float16)
+    calls = {
+        "in place": lambda: ring.all_reduce(comm, x, out=x),
+        "out": lambda: ring.all_reduce(comm, x, out=out),
+        "halves": lambda: ring.all_reduce(comm, halves),
+        "part": lambda: ring.reduce_scatter(comm, x, out=part),
+    }
+    held = {}
+    for name, call in calls.items():
+        call()  # what is made once, when first used, is there
+        tracemalloc.start()
+        call()
+        held[name] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return held
 
 
 def every_collective_of_123(comm: Communicator) -> list[Any]:

@@ -271,6 +271,16 @@ def test_halves_are_summed_in_float32_and_rounded_once(worlds: Any) -> None:
     assert worlds(2).run(on_ranks.sum_of_halves, [6e-8, 0]) == [float(np.float16(6e-8))] * 2
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_a_reduction_holds_its_result_and_at_most_two_chunks(worlds: Any, ranks: int) -> None:
+    """Partial sums lie where the result will; only one that has no room for them takes two chunks besides."""
+    n = 60 * 4096
+    chunk = 4 * n // ranks
+    least = {"in place": 0, "out": 0, "halves": 2 * n + 2 * chunk, "part": min(2, ranks - 2) * chunk}
+    for held in worlds(ranks).run(on_ranks.room_of_reductions, n):
+        assert all(0 <= held[name] - least[name] < 2**16 for name in least), (held, least)
+
+
 def test_one_rank_changes_nothing(worlds: Any) -> None:
     """A world of one is no special case that collapses an array (huggingface/accelerate#1268)."""
     (got,) = worlds(1).run(on_ranks.every_collective_of_123)

@@ -25,8 +25,9 @@ every rank sends one chunk to its right neighbour and receives one from its left
 Sent: N-1 chunks in each half, so 2(N-1)/N of the array by every rank where N divides it, and
 2(N-1)n elements over all ranks always (:func:`refpar.split.ring_elements` has each rank's share).
 7 elements on 3 ranks are chunks of 3, 2 and 2, and the ranks send 9, 10 and 9: 28 in all.
-Held: the result, and two chunks of partial sums, one on its way in and one on its way out. Every chunk
-is summed in one place, in one order, so all ranks hold the same bits.
+Held: the result, where partial sums lie until the all-gather overwrites them. A result that has no room
+for them, being narrower or one part only, takes two chunks besides: one on its way in, one on its way out.
+Every chunk is summed in one place, in one order, so all ranks hold the same bits.
 
 Halves: partial sums travel in ``accumulate``, float32 by default, and are rounded once, before the
 all-gather: 4 bytes an element in the first half, 2 in the second. ``accumulate="float16"`` halves
@@ -40,7 +41,7 @@ section 3; Sergeev & Del Balso 2018 (Horovod), section 3.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -83,7 +84,7 @@ def all_reduce(
     with comm.operation("all_reduce", array.dtype, array.shape, f", {op} in {kept.name}"):
         result = _flat_room(array, out, array.size)
         own = result[parts[comm.rank]]
-        _reduce(comm, _flat(array), own, parts, op, kept)
+        _reduce(comm, _flat(array), own, parts, op, kept, whole=result)
         _gather(comm, own, result, parts)
     return _shaped(result, array.shape, out)
 
@@ -207,28 +208,52 @@ def all_to_all(comm: Communicator, array: Array) -> Array:
 # The two halves
 
 
-def _reduce(comm: Communicator, flat: Array, own: Array, parts: Sequence[slice], op: str, kept: np.dtype[Any]) -> None:
+def _reduce(
+    comm: Communicator,
+    flat: Array,
+    own: Array,
+    parts: Sequence[slice],
+    op: str,
+    kept: np.dtype[Any],
+    whole: Array | None = None,
+) -> None:
     """Reduce every part on its way round, in the type ``kept``, and leave this rank's in ``own``.
 
-    What was sent on is needed no longer, so two rooms are enough for what passes: one fills while the other leaves.
+    ``whole`` has room for all parts, ``own`` among them, and may be ``flat`` itself: each part of it is read
+    for the last time where the sum that goes there is formed.
     """
     xp = array_module(flat)
     combine = getattr(xp, OPERATORS[op])
-    longest = max(part.stop - part.start for part in parts)
-    rooms = [xp.empty(longest, kept) for _ in range(min(2, comm.size - 1))]
+    passing = [parts[(comm.rank - step - 2) % comm.size] for step in range(comm.size - 1)]
     chunk = flat[parts[comm.rank - 1]].astype(kept, copy=False)
-    for step in range(comm.size - 1):
-        mine = flat[parts[(comm.rank - step - 2) % comm.size]]
-        complete = step == comm.size - 2
-        sums = own if complete and own.dtype == kept else rooms[step % 2][: mine.size]
+    for part, sums in zip(passing, _rooms(passing, own, kept, whole), strict=True):
 
-        def add(start: int, piece: HostArray, mine: Array = mine, sums: Array = sums) -> None:
+        def add(start: int, piece: HostArray, mine: Array = flat[part], sums: Array = sums) -> None:
             stop = start + piece.size
             combine(mine[start:stop], xp.asarray(piece), out=sums[start:stop])
 
         comm.exchange(chunk, (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, add)
         chunk = sums
     own[...] = chunk  # a half is rounded here, once
+
+
+def _rooms(passing: Sequence[slice], own: Array, kept: np.dtype[Any], whole: Array | None) -> Iterator[Array]:
+    """Yield where the sum of each part goes as it passes; the last is complete.
+
+    What was sent on is needed no longer, so two rooms are enough: one fills while the other leaves. The second
+    is made when the first has been filled, and what was sent before it, where that was converted, is gone.
+    """
+    longest = max((part.stop - part.start for part in passing), default=0)
+    two: list[Array] = []
+    for step, part in enumerate(passing):
+        if whole is not None and whole.dtype == kept:
+            yield whole[part]
+        elif own.dtype == kept and step == len(passing) - 1:
+            yield own
+        else:
+            if step < 2:
+                two.append(array_module(own).empty(longest, kept))
+            yield two[step % 2][: part.stop - part.start]
 
 
 def _gather(comm: Communicator, mine: Array, result: Array, parts: Sequence[slice]) -> None:
