@@ -63,7 +63,7 @@ import os
 import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -81,14 +81,13 @@ from refpar.checks import meant, short, whole
 from refpar.comm.communicator import Communicator
 from refpar.comm.ledger import Ledger
 from refpar.comm.processes import MOST_RANKS, World
-from refpar.nn.layer import Layer, Residual, Sequential
 from refpar.nn.layers import Attention, Dropout
 from refpar.nn.models import GPT, MLP, initial_value
 from refpar.optim import SGD, Adam, AdamW
 from refpar.oracle import bounds
 from refpar.oracle.cases import CASES, mask
 from refpar.oracle.dumps import BadDump, Opened, read_json
-from refpar.parallel import assembly, hybrid, schedule
+from refpar.parallel import assembly, hybrid, schedule, tensor
 from refpar.parallel.mesh import check
 from refpar.precision import LossScale, Precision
 
@@ -280,7 +279,8 @@ def build(name: str, what: str, case: Case, layout: Layout, *, world: Any = None
     bound = {
         f"step{n}/{key}": np.asarray(x, np.float64) for n, step in enumerate(allowed.steps) for key, x in step.items()
     }
-    stages = [[instruction(i) for i in stage] for stage in schedule_of(layout)]
+    each = hybrid.SCHEDULES[layout.schedule](layout.pp, layout.micro_batches)
+    stages = [[instruction(i) for i in stage] for stage in each]
     ledger = [account(of_rank) for of_rank in trace.ledgers]
     dtype, inputs = case.precision.compute, inputs_of(case)
     return Golden(name, what, dtype, allowed.tier, inputs, expected, bound, case, layout, stages, ledger)
@@ -337,7 +337,7 @@ def inputs_of(case: Case) -> dict[str, HostArray]:
             x = getattr(batch, name)
             inputs[f"step{number}/{name}"] = x.astype(types.compute) if x.dtype.kind == "f" else x
         for _, unit in model.units:
-            for layer in leaves(unit):
+            for layer in tensor.leaves(unit):
                 if isinstance(layer, Attention | Dropout) and layer.rate:
                     shape = dropped_shape(layer, case, batch)
                     drawn = rng.uniform((case.seed, "dropout", layer.name, number), shape, range(len(batch)))
@@ -352,28 +352,12 @@ def dropped_shape(layer: Attention | Dropout, case: Case, batch: Batch) -> tuple
     return (layer.heads[2], sequence, sequence) if isinstance(layer, Attention) else (sequence, case.model.width)
 
 
-def leaves(layer: Layer) -> Iterator[Layer]:
-    """Yield the layers inside a layer, in order."""
-    if isinstance(layer, Sequential):
-        for inner in layer.layers:
-            yield from leaves(inner)
-    elif isinstance(layer, Residual):
-        yield from leaves(layer.layer)
-    else:
-        yield layer
-
-
 def encoded(name: str, value: Any) -> HostArray:
     """Return a value as an array: numbers 0-d, the outcome as a number, floats in float64."""
     if name == "outcome":
         return np.array(OUTCOMES.index(value), np.int64)
     x = np.asarray(value)
     return x.astype(np.int64 if x.dtype.kind in "iu" else np.float64)
-
-
-def schedule_of(layout: Layout) -> Sequence[Sequence[Any]]:
-    """Return the instructions of each pipeline stage."""
-    return {"1f1b": schedule.one_f_one_b, "gpipe": schedule.gpipe}[layout.schedule](layout.pp, layout.micro_batches)
 
 
 def instruction(i: Any) -> dict[str, Any]:
