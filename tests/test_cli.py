@@ -89,6 +89,7 @@ BAD = {
     "missing file": (["--data", "missing.txt"], "missing.txt: No such file"),
     "directory": (["--data", "."], "Is a directory"),
     "empty file": (["--data", os.devnull], "the text has 0 bytes"),
+    "no end": (["--data", "/dev/zero"], "this is a device"),
     "report in a missing folder": (["--only", "ring", "--ranks", "1", "--json", "no/such/place.json"], "No such file"),
 }
 

@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import os
+import stat
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,12 @@ from refpar.cli.words import BadInput
 
 
 def read(path: Path) -> bytes:
-    """Return the bytes of a file the user named."""
+    """Return the bytes of a file the user named. A device other than a terminal may have no end."""
     try:
-        return path.read_bytes()
+        with open(path, "rb") as file:
+            if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty() and file.read(1):
+                raise BadInput(f"--data {path}: this is a device; it must be a file or a pipe, which have an end")
+            return file.read()
     except OSError as error:
         raise BadInput(f"--data {path}: {error.strerror}") from None
 
