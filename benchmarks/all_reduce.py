@@ -157,8 +157,11 @@ def means(everybody: list[Times]) -> Times:
     }
 
 
-def distance() -> float:
-    """Return how many times as long it takes to overwrite a MiB that another processor has read as one's own."""
+def state() -> str:
+    """Return one of STATES: of the first processor this may run on and the last.
+
+    How many times as long does it take to overwrite a MiB that the other has read, as one that was read here?
+    """
     room, data, sums = (np.ones(2**18, np.float32) for _ in range(3))
     here = os.sched_getaffinity(0)
 
@@ -174,7 +177,7 @@ def distance() -> float:
         return statistics.median(times)
 
     try:
-        return overwrite(max(here)) / overwrite(min(here))
+        return "apart" if overwrite(max(here)) > APART * overwrite(min(here)) else "together"
     finally:
         os.sched_setaffinity(0, here)
 
@@ -186,10 +189,9 @@ def launch(ranks: int, blocks: int, openmpi: str | None, versions: dict[str, str
     taken: dict[tuple[str, str], list[Times]] = {}
 
     def take(side: str, run: Callable[[], list[Times]]) -> None:
-        before, times, after = distance(), means(run()), distance()
-        state = "apart" if before > APART else "together"
-        if state == ("apart" if after > APART else "together"):  # else it has changed in the middle
-            taken.setdefault((state, side), []).append(times)
+        before, times = state(), means(run())
+        if state() == before:  # else it has changed in the middle
+            taken.setdefault((before, side), []).append(times)
 
     def take_mpi(side: str, python: str) -> None:
         def run() -> list[Times]:
@@ -206,9 +208,9 @@ def launch(ranks: int, blocks: int, openmpi: str | None, versions: dict[str, str
                 take_mpi("Open MPI", openmpi)
             take_mpi("MPICH", sys.executable)
             take("gloo", lambda: world.run(gloo, f"{folder}/gloo"))
-    medians: Launch = {state: {} for state in STATES}
-    for (state, side), block in taken.items():
-        medians[state][side] = {name: statistics.median(t for times in block for t in times[name]) for name in SIZES}
+    medians: Launch = {cores: {} for cores in STATES}
+    for (cores, side), block in taken.items():
+        medians[cores][side] = {name: statistics.median(t for times in block for t in times[name]) for name in SIZES}
     return medians
 
 
@@ -222,18 +224,18 @@ def report(measured: dict[int, list[Launch]], versions: dict[str, str], blocks: 
     ]
     verdicts = []
     sides = ["limit", *versions, "gloo"]
-    for state, meaning in STATES.items():
+    for cores, meaning in STATES.items():
         lines += ["", f"On {meaning}:"]
         for ranks, launches in measured.items():
             both = {
-                side: [taken[state] for taken in launches if {"refpar", side} <= taken[state].keys()] for side in sides
+                side: [taken[cores] for taken in launches if {"refpar", side} <= taken[cores].keys()] for side in sides
             }
             if not any(both.values()):
                 lines.append(f"{ranks} ranks: none was measured in this state throughout")
                 continue
             lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(26) for side in sides))
             for name in SIZES:
-                ours = statistics.median(t[state]["refpar"][name] for t in launches if "refpar" in t[state])
+                ours = statistics.median(t[cores]["refpar"][name] for t in launches if "refpar" in t[cores])
                 line = name.rjust(8) + f"{ours * 1e6:12,.0f}"
                 for side in sides:
                     ratios = sorted(taken["refpar"][name] / taken[side][name] for taken in both[side])
@@ -245,7 +247,7 @@ def report(measured: dict[int, list[Launch]], versions: dict[str, str], blocks: 
                     for most in (most for *which, most in TARGETS if which == [ranks, name, side]):
                         word = "met" if middle <= most else "MISSED"
                         wanted = f"{middle:.2f} of {side}, at most {most} wanted: {word}"
-                        verdicts.append(f"{ranks} ranks, {name}, cores {state}: {wanted}")
+                        verdicts.append(f"{ranks} ranks, {name}, cores {cores}: {wanted}")
                 lines.append(line)
     return "\n".join([*lines, "", *verdicts, "", *(f"{side}: {v}" for side, v in versions.items())]) + "\n"
 

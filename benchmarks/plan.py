@@ -5,7 +5,8 @@
 Rings: all-reduces of float32 on 2, 4 and 8 ranks are timed (least of the repeats, after a barrier). Latency and
 bandwidth are fitted to 2 and 4 ranks at powers of 4; every time on 8 ranks, and every size in between, is then
 predicted. Ranks that outnumber the cores take turns, so their times are divided by ranks/cores before
-anything is fitted, and multiplied again for a prediction.
+anything is fitted, and multiplied again for a prediction. Virtual processors may be moved to cores that share no
+cache, where rings take twice as long (``all_reduce.py`` says more): which it was is looked at before and after.
 
 Steps: one number, the share of peak that matrix products reach, is fitted to all rows of Narayanan et al. 2021,
 table 1; the measurements of vTrain (its public ground truth, MIT licence) are then predicted with it.
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from all_reduce import state
 
 from refpar.comm import World, ring
 from refpar.plan import costs, speed
@@ -149,10 +151,12 @@ def main() -> None:
     for name in TUNED:
         os.environ.pop(name, None)
     load = os.getloadavg()[0]
+    before, of_rings = state(), rings(repeats)
     text = "\n".join([
         f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {load:.1f} at the start, "
         f"Python {platform.python_version()}, NumPy {np.__version__}",
-        "", *rings(repeats), "", *steps(), "",
+        f"cores {before} before the rings, {state()} after them",
+        "", *of_rings, "", *steps(), "",
     ])  # fmt: skip
     print(text, end="")
     RESULTS.write_text(text)
