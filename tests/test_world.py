@@ -1,5 +1,6 @@
 """Ranks as processes: what they are given and give back; that nothing hangs and nothing is left, whatever happens."""
 
+import ctypes
 import functools
 import os
 import platform
@@ -146,6 +147,23 @@ def test_a_rank_has_one_blas_thread(world: World) -> None:
         return max(pool["num_threads"] for pool in threadpool_info())
 
     assert world.run(threads) == [1] * 4
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="only glibc can be told to keep memory")
+def test_a_rank_keeps_memory_that_it_frees(world: World) -> None:
+    """Arrays of a megabyte, made and dropped again and again, do not have their pages fetched again and again."""
+
+    def faults(comm: Communicator) -> int:
+        import resource
+
+        for turn in range(21):
+            if turn == 1:
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            arrays = [np.ones(2**18, np.float32) for _ in range(4)]
+            del arrays
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    assert max(world.run(faults)) < 4 * 2**20 / os.sysconf("SC_PAGE_SIZE")  # one turn of 20
 
 
 FLUSHING = """
