@@ -183,10 +183,11 @@ class World:
 
 
 def here() -> list[str]:
-    """Return the modules of refpar that this program has imported and that need only NumPy.
+    """Return the modules of refpar that this program has imported and ranks may need, all on NumPy alone.
 
     The fork server imports them once, and ranks have them from the start: 64 ranks that import for 50 ms each
     would take seconds.
     """
-    apart = "refpar.adapters", "refpar.__main__"
-    return sorted(name for name in sys.modules if name.startswith("refpar") and not name.startswith(apart))
+    apart = {"adapters", "conformance", "teach", "cli", "__main__"}  # which bring other libraries, or stay here
+    names = (name.split(".") for name in sys.modules)
+    return sorted(".".join(path) for path in names if path[0] == "refpar" and apart.isdisjoint(path[1:2]))
