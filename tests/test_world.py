@@ -1,5 +1,6 @@
 """Ranks as processes: what they are given and give back; that nothing hangs and nothing is left, whatever happens."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -925,3 +926,190 @@ def test_a_forked_child_leaves_the_ranks_alone(world: World) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert world.pids == pids
     assert all_right(world)
+
+
+def test_a_forked_child_may_end_as_any_program_does(script: Any) -> None:
+    """And start ranks of its own; the parent's go on, and do not outlive the parent because the child lives on."""
+    process = script(
+        """
+        import os, sys, time
+        from refpar.comm import World
+
+        world = World(2)
+        world.run(lambda comm: None)
+        print(*world.pids, flush=True)
+        if os.fork() == 0:
+            with World(2) as own:
+                assert own.run(lambda comm: comm.rank) == [0, 1]
+            world.close()
+            sys.exit(0)
+        assert os.wait()[1] == 0
+        assert world.run(lambda comm: comm.rank) == [0, 1]
+        if os.fork() == 0:
+            time.sleep(60)
+        print("ready", flush=True)
+        time.sleep(60)
+        """
+    )
+    pids = read_pids(process)
+    assert process.stdout.readline() == "ready\n", process.stderr.read()
+    os.kill(process.pid, signal.SIGKILL)
+    assert all_gone(pids)
+    os.killpg(process.pid, signal.SIGKILL)
+
+
+def test_one_that_is_stopped_while_it_waits_is_to_blame() -> None:
+    """Not the one that it said it waits for, before it was stopped."""
+
+    def fn(comm: Communicator) -> None:
+        if comm.rank == 0:
+            time.sleep(0.3)
+        if comm.rank == 2:  # stops while it waits for rank 1, which waits for rank 0
+            threading.Timer(0.15, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+        ring.all_reduce(comm, np.ones(4))
+
+    with World(4, timeout=0.5) as world:
+        assert failure(world, fn, CommTimeout).rank == 2
+
+
+@pytest.mark.parametrize("when", ["idle", "computing"])
+def test_a_stopped_rank_is_named_though_nobody_waits_for_it(when: str) -> None:
+    """How long a rank computes is not limited; but one that is stopped does not compute."""
+    with World(3, timeout=0.4) as world:
+        pid = world.pids[1]
+        if when == "idle":
+            os.kill(pid, signal.SIGSTOP)
+        else:
+            threading.Timer(0.2, os.kill, (pid, signal.SIGSTOP)).start()
+        error = failure(world, lambda comm: time.sleep(0.5), CommTimeout)
+    assert error.rank == 1
+    assert "rank 1 is stopped, and did not go on within 0.4 s" in str(error)
+
+
+def test_a_program_that_was_stopped_as_a_whole_has_not_waited(script: Any) -> None:
+    """Ctrl-Z for longer than the limit, then fg."""
+    process = script(
+        """
+        import time
+        from refpar.comm import World
+
+        def fn(comm):
+            if comm.rank == 0:
+                time.sleep(1)
+            comm.barrier()
+
+        world = World(2, timeout=1.5)
+        print(*world.pids, flush=True)
+        world.run(fn)
+        print("done", flush=True)
+        """
+    )
+    pids = read_pids(process)
+    time.sleep(0.3)
+    for sign, seconds in ((signal.SIGSTOP, 2), (signal.SIGCONT, 0)):
+        for pid in (process.pid, *pids):
+            os.kill(pid, sign)
+        time.sleep(seconds)
+    assert process.communicate(timeout=10) == ("done\n", "")
+
+
+def test_a_rank_killed_while_it_reports_is_named(world: World) -> None:
+    """Half of a result is there when it dies."""
+
+    def fn(comm: Communicator) -> bytes:
+        if comm.rank != 2:
+            return b""
+        from multiprocess import connection
+
+        write = connection.Connection._write
+
+        def half(fd: int, data: Any) -> int:
+            write(fd, bytes(data)[: len(data) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        connection.Connection._send.__defaults__ = (half,)
+        return b"x" * 10**7
+
+    error = failure(world, fn, RankError)
+    assert error.rank == 2
+    assert "killed by SIGKILL" in str(error)
+
+
+def test_what_killed_a_rank_is_named_even_without_a_name(world: World) -> None:
+    """Realtime signals have numbers alone."""
+    error = failure(world, lambda comm: os.kill(os.getpid(), 40) if comm.rank == 1 else comm.barrier(), RankError)
+    assert error.rank == 1
+    assert "killed by signal 40" in str(error)
+
+
+def test_an_error_of_communication_cannot_be_caught_and_forgotten(world: World) -> None:
+    """What is on its way then belongs to no call: the next one would take it for its own."""
+
+    def late(comm: Communicator) -> Any:
+        if comm.rank == 0:
+            comm.send(np.ones(3), 1)
+        if comm.rank == 1:
+            with contextlib.suppress(CollectiveMismatch):
+                comm.recv(np.empty(4), 0)
+
+    assert failure(world, late, CollectiveMismatch).rank == 1
+
+    def again(comm: Communicator) -> Any:
+        if comm.rank == 0:
+            time.sleep(0.4)
+            comm.send(np.ones(3), 1)
+            comm.send(np.zeros(3), 1)
+        if comm.rank == 1:
+            with contextlib.suppress(CommTimeout):
+                comm.recv(np.empty(3), 0)
+            return comm.recv(np.empty(3), 0)
+
+    with World(2, timeout=0.2) as impatient:
+        failure(impatient, again, CommTimeout)
+
+
+def test_a_rank_that_forks_and_returns_twice_is_refused(world: World) -> None:
+    """Or the second answer would be taken for that of the next call."""
+
+    def fork(comm: Communicator) -> str:
+        if comm.rank == 1 and os.fork() == 0:
+            time.sleep(0.1)
+        return "first"
+
+    assert world.run(fork) == ["first"] * 4
+    time.sleep(0.3)
+    error = failure(world, lambda comm: "second", RankError)
+    assert "rank 1 has answered call" in str(error)
+
+
+def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
+    """By the fork server, where the program itself does not look there."""
+    (tmp_path / "fractions.py").write_text("1 / 0")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "program.py").write_text(
+        "import refpar.oracle.verify, refpar.comm\nprint(refpar.comm.World(2).run(lambda comm: comm.rank))"
+    )
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "elsewhere" / "program.py")],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, sys.path)])},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.stdout, done.stderr) == ("[0, 1]\n", "")
+
+
+def test_ctrl_c_while_ranks_are_ended_leaves_none() -> None:
+    """It comes through when they are gone: here they have a thread, and a second to leave by themselves."""
+    with World(1) as other:  # the fork server's descriptors are there
+        other.run(lambda comm: None)
+        files = open_files()
+        world = World(3)
+        pids = world.pids
+        world.run(lambda comm: threading.Thread(target=time.sleep, args=(100,)).start())
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            world.close()
+        assert not any(map(alive, pids))
+        assert open_files() == files

@@ -48,7 +48,7 @@ PAGE = 4096
 SLOT_BYTES, ALL_SLOTS_BYTES = 2**20, 2**28
 """A slot holds the first, or less where there are so many pairs that all slots together would exceed the second.
 
-There are two, since more would leave the cache: with four, 4 MB on 4 ranks took 1.3 times as long, with eight 1.5.
+There are two: one fills while the other is emptied, and more would leave the cache.
 """
 YIELDS = 30
 LOOK_AROUND = 0.02  # seconds of waiting after which a rank looks at what the others are doing
@@ -247,6 +247,7 @@ class Mailboxes:
         self._bell = region.bell(rank)
         self._run = 0
         self._call = b""
+        self._broken: Exception | None = None
 
     # What the communicator asks for
 
@@ -373,26 +374,42 @@ class Mailboxes:
     # Waiting
 
     def _until(self, step: Callable[[], bool], waits_for: Callable[[], int]) -> None:
-        """Repeat ``step`` until it says that all is done; ``waits_for`` says whose turn it is until then."""
-        for _ in range(YIELDS):
-            if step():
-                return
-            os.sched_yield()
-        self._sleep(step, waits_for)
+        """Repeat ``step`` until it says that all is done; ``waits_for`` says whose turn it is until then.
+
+        After an error, pieces are on their way that belong to no call any more: whoever catches it gets it again.
+        """
+        if self._broken is not None:
+            raise self._broken
+        try:
+            for _ in range(YIELDS):
+                if step():
+                    return
+                os.sched_yield()
+            self._sleep(step, waits_for)
+        except Exception as error:
+            self._broken = error
+            raise
 
     def _sleep(self, step: Callable[[], bool], waits_for: Callable[[], int]) -> None:
-        """Sleep on the bell between steps. Every so often, look whether waiting makes sense."""
-        moved, began, seen = -1, 0.0, Chain()
+        """Sleep on the bell between steps. Every so often, look whether waiting makes sense.
+
+        What counts as waiting is the time between two looks, but no more than a few of them should take: a program
+        that was stopped as a whole, by Ctrl-Z, has not waited for anybody.
+        """
+        moved, waited, seen = -1, 0.0, Chain()
         while True:
             while self.region.try_wait(self._bell) == 0:  # only rings from here on are to wake us
                 pass
             if step():
                 break
             if moved != self.sent + self.received:
-                moved, began = self.sent + self.received, time.monotonic()
+                moved, waited = self.sent + self.received, 0.0
                 self._say(WAITING, waits_for())
-            if not self.region.wait(self._bell, LOOK_AROUND):
-                if self.timeout is not None and time.monotonic() - began > self.timeout:
+            began = time.monotonic()
+            rung = self.region.wait(self._bell, LOOK_AROUND)
+            waited += min(time.monotonic() - began, 5 * LOOK_AROUND)
+            if not rung:
+                if self.timeout is not None and waited > self.timeout:
                     raise self._timed_out(waits_for())
                 seen = self._look_around(step, waits_for(), seen)
         self._say(IN_CALL)
@@ -444,10 +461,19 @@ class Mailboxes:
         return CollectiveMismatch(f"rank {self.rank} waits for rank {peer} in {self._call.decode()}, {why}", peer)
 
     def _timed_out(self, peer: int) -> CommTimeout:
+        """Return the error of a wait over the limit, which blames the end of the chain of those who wait.
+
+        But one that says it waits and does not look for messages, while this one looks a few times more, is stopped.
+        """
+        before = Chain(self._waits(peer))
+        for _ in range(5):
+            self.region.looked(self.rank)
+            time.sleep(LOOK_AROUND)
         chain = Chain(self._waits(peer))
+        stopped = chain.not_looking_since(before)
         return CommTimeout(
             f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self._call.decode()}{chain}",
-            chain.waits[-1][0],
+            stopped[0] if stopped else chain.waits[-1][0],
         )
 
     def _say(self, state: int, waits_for: int = -1) -> None:
@@ -477,6 +503,11 @@ class Chain:
         return self.same_waits(before) and all(
             now.looks >= then.looks + 2 for (_, now), (_, then) in zip(self.waits, before.waits, strict=True)
         )
+
+    def not_looking_since(self, before: Chain) -> list[int]:
+        """Return the ranks that say they wait, as they did before, and have not looked for messages meanwhile."""
+        then = dict(before.waits)
+        return [rank for rank, now in self.waits if now.state == WAITING and now == then.get(rank)]
 
 
 def shorten(call: str) -> bytes:

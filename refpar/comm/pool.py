@@ -15,6 +15,7 @@ The first error, or end, is that of the run, and the last of the pool: a World t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -22,7 +23,9 @@ import signal
 import socket
 import struct
 import time
+import weakref
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
@@ -33,12 +36,16 @@ from refpar.comm.starting import (
     PROCESS_NAME,
     check_descriptors,
     main_stays_here,
+    path_as_here,
     standard_streams,
     start_deaf,
     without_ctrl_c,
 )
 
+LOOK_AROUND = 1.0  # seconds after which the caller looks at what ranks are doing that do not report
 LAST_WORDS = 1.0  # seconds: for all ranks together, to leave the program as any process may
+
+pools: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 
 class Pool:
@@ -47,12 +54,14 @@ class Pool:
     def __init__(self, context: Any, starter: Executor | None, ranks: int, timeout: float | None, backend: str) -> None:
         self.number = 0
         self.owner, self.timeout, self.over = os.getpid(), timeout, False
+        self.busy = False  # in the middle of a run, or was when that was interrupted
         check_descriptors(ranks)
         self.region = Region.create(ranks)
         self.processes: list[Any] = []
         self.pipes: list[Any] = []
         self.poll = select.poll()
         self.sources: dict[int, tuple[int, bool]] = {}  # file descriptor: rank, whether it tells of its end
+        pools.add(self)
         try:
             with standard_streams():
                 for rank in range(ranks):
@@ -76,7 +85,7 @@ class Pool:
         from multiprocess import resource_tracker
 
         resource_tracker.ensure_running()  # lets Ctrl-C through when it starts, so not inside
-        with theirs, main_stays_here(), without_ctrl_c():
+        with theirs, main_stays_here(), path_as_here(), without_ctrl_c():
             if starter is None:
                 start_deaf(process)
             else:
@@ -88,7 +97,7 @@ class Pool:
 
     def run(self, number: int, call: bytes) -> list[Any]:
         """Let every rank make a call, and return the results, by rank."""
-        self.number = number
+        self.number, self.busy = number, True
         data = number.to_bytes(8, "little") + call
         for rank, pipe in enumerate(self.pipes):
             try:
@@ -103,50 +112,84 @@ class Pool:
             raise CollectiveMismatch(
                 f"rank {source} sent rank {dest} a message that nobody received: both functions have returned", source
             )
+        self.busy = False
         return [self._result(rank, results[rank]) for rank in range(len(self.pipes))]
 
     def _reports(self) -> tuple[dict[int, Any], int]:
         """Wait for one report of every rank; return the values, by rank, and pieces sent less received, of all."""
         values: dict[int, Any] = {}
         pieces = 0
+        stopped: dict[int, float] = {}  # rank: since when
         while len(values) < len(self.pipes):
-            for fd, _ in self.poll.poll():
+            events = self.poll.poll(None if self.timeout is None else 1000 * min(self.timeout / 4, LOOK_AROUND))
+            if not events:
+                self._look_for_stopped(stopped)
+            for fd, _ in events:
                 rank, is_end = self.sources[fd]
                 if is_end:
                     raise self._ended(rank)
                 try:
-                    kind, value, balance = pickle.loads(self.pipes[rank].recv_bytes())
+                    number, kind, value, balance = pickle.loads(self.pipes[rank].recv_bytes())
                 except BlockingIOError:
                     raise self._stuck(rank, "did not finish its report") from None
-                except (EOFError, ConnectionError):
+                except (EOFError, OSError):  # also in the middle of a report
                     raise self._ended(rank) from None
+                if number != self.number:
+                    raise RankError(f"rank {rank} has answered call {number} twice: has it forked?", rank)
                 if kind is not None:
                     raise self._error(rank, kind, value)
                 values[rank] = value
                 pieces += balance
         return values, pieces
 
+    def _look_for_stopped(self, since: dict[int, float]) -> None:
+        """Raise where a process has been stopped, as by SIGSTOP, for longer than the limit: computing, it is not."""
+        assert self.timeout is not None
+        now = time.monotonic()
+        for rank, process in enumerate(self.processes):
+            try:
+                state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # it is gone, as its sentinel will say
+                continue
+            if state != "T":
+                since.pop(rank, None)
+            elif now - since.setdefault(rank, now) > self.timeout + LOOK_AROUND:  # who waits for it speaks first
+                raise self._stuck(rank, "is stopped, and did not go on")
+
     def kill(self) -> None:
         """End the processes at once, whatever they are doing. Again, or in a forked child, do nothing."""
-        if self.over or os.getpid() != self.owner:
-            return
-        for process in self.processes:
-            process.kill()
-        self.end()
+        with without_ctrl_c():
+            if not self.over and os.getpid() == self.owner:
+                for process in self.processes:
+                    process.kill()
+                self.end()
 
     def end(self) -> None:
-        """Let the processes end, and release all that they needed."""
+        """Let the processes end, and release all that they needed. Again, or in a forked child, do nothing."""
+        with without_ctrl_c():
+            if self.over or os.getpid() != self.owner:
+                return
+            self.over = True
+            for pipe in self.pipes:
+                pipe.close()
+            limit = time.monotonic() + LAST_WORDS
+            for process in self.processes:
+                process.join(max(0, limit - time.monotonic()))
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+                with contextlib.suppress(ValueError):  # it has ended, but somebody else was told so
+                    process.close()
+            self.region.close()
+
+    def let_go(self) -> None:
+        """Give up the ranks in a forked child of their caller, who alone may use them and end them."""
+        from multiprocess import process as every
+
         self.over = True
         for pipe in self.pipes:
             pipe.close()
-        limit = time.monotonic() + LAST_WORDS
-        for process in self.processes:
-            process.join(max(0, limit - time.monotonic()))
-            if process.is_alive():
-                process.kill()
-                process.join()
-            process.close()
-        self.region.close()
+        every._children.difference_update(self.processes)  # which the child would end when it ends
 
     def _result(self, rank: int, data: bytes) -> Any:
         try:
@@ -164,7 +207,8 @@ class Pool:
         if code is None:
             what = "has closed its connection"
         elif code < 0:
-            what = f"was killed by {signal.Signals(-code).name}"
+            known = {int(s): s.name for s in signal.Signals}
+            what = f"was killed by {known.get(-code, f'signal {-code}')}"
         else:
             what = f"exited with status {code}"
         return RankError(f"rank {rank} {what}\n{self._others(rank)}", rank)
@@ -196,3 +240,18 @@ def limit_waits(fd: int, seconds: float) -> None:
     with socket.socket(fileno=os.dup(fd)) as end:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+
+def in_child() -> None:
+    """Let go, in a forked child, of what would keep ranks and their server alive, or end them with the child."""
+    from multiprocess import forkserver
+
+    for pool in list(pools):
+        pool.let_go()
+    server = forkserver._forkserver
+    if server._forkserver_alive_fd is not None:
+        os.close(server._forkserver_alive_fd)
+    server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+
+
+os.register_at_fork(after_in_child=in_child)

@@ -131,13 +131,16 @@ class World:
         """
         call = call_in_bytes(fn, args)
         with self._lock:
+            if self._pool is not None and self._pool.busy:  # a second Ctrl-C came before its ranks were ended
+                self._pool.kill()
             pool = self._started()
             self._runs += 1
             try:
                 return pool.run(self._runs, call)
             except BaseException as error:  # Ctrl-C too: no rank is left in the middle of something
                 if self._pool is pool:
-                    self._forget().kill()
+                    pool.kill()
+                    self._forget()
                 elif isinstance(error, Exception):  # a signal handler has closed what this was reading
                     raise RuntimeError("this World was closed while it ran") from error
                 raise
@@ -147,7 +150,8 @@ class World:
         with self._lock:
             self._closed = True
             if self._pool is not None:
-                self._forget().end()
+                self._pool.end()
+                self._forget()
             if self._starter is not None:
                 self._starter.shutdown()
 
@@ -156,6 +160,8 @@ class World:
             raise RuntimeError("this World is closed")
         if os.getpid() != self._owner:
             raise RuntimeError(f"this World belongs to process {self._owner}, not to {os.getpid()}; make one here")
+        if self._pool is not None and self._pool.over:
+            self._forget()
         return self._pool or self._start()
 
     def _start(self) -> Pool:
@@ -183,11 +189,11 @@ class World:
 
 
 def here() -> list[str]:
-    """Return the modules of refpar that this program has imported and ranks may need, all on NumPy alone.
+    """Return the modules of refpar that this program has imported and ranks may need.
 
     The fork server imports them once, and ranks have them from the start: 64 ranks that import for 50 ms each
     would take seconds.
     """
-    apart = {"adapters", "conformance", "teach", "cli", "__main__"}  # which bring other libraries, or stay here
-    names = (name.split(".") for name in sys.modules)
+    apart = {"adapters", "conformance", "teach", "cli", "__main__"}  # which bring frameworks, or stay here
+    names = (name.split(".") for name in list(sys.modules))
     return sorted(".".join(path) for path in names if path[0] == "refpar" and apart.isdisjoint(path[1:2]))

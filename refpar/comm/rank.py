@@ -1,8 +1,8 @@
 """What runs in each process of a world: it becomes a rank, and then answers one call after another.
 
     from the caller                     number of the run (8 bytes), function and arguments
-    back, where it has returned         None, result, pieces sent less received
-          where it has raised           kind of error, (text, traceback, rank to blame), 0
+    back, where it has returned         number, None, result, pieces sent less received
+          where it has raised           number, kind of error, (text, traceback, rank to blame), 0
 
 The first answer is to no call: that this rank is ready, or why it cannot be one. The pieces are counted so that
 the caller can tell, from the sum over all ranks, that somebody has sent what nobody has received.
@@ -39,7 +39,7 @@ KINDS: dict[str, type[RankError] | type[arrays.Unavailable]] = {
 """Errors that reach the caller as what they are; every other becomes a RankError."""
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
-KEPT_BYTES = 2**28
+KEPT_BYTES = 2**26
 
 
 def rank_main(
@@ -51,17 +51,17 @@ def rank_main(
     try:
         _settle(environ)
         xp = arrays.use(backend, rank)
-        first = pickle.dumps((None, "ready", 0))
+        first = pickle.dumps((0, None, "ready", 0))
     except Exception as error:
-        first = _failure(transport, error)
-    with contextlib.suppress(EOFError, ConnectionError):  # the caller has closed its end: there is nobody to answer
+        first = _failure(transport, error, 0)
+    with contextlib.suppress(EOFError, OSError):  # the caller has closed its end: there is nobody to answer
         pipe.send_bytes(first)
         while True:
             pipe.send_bytes(_run(transport, pipe.recv_bytes(), xp))
 
 
 def _settle(environ: dict[str, str]) -> None:
-    """Make this process a rank: bound to its parents, deaf to Ctrl-C, single-threaded."""
+    """Make this process a rank: bound to its parents, deaf to Ctrl-C, single-threaded, with memory that it keeps."""
     from multiprocess import forkserver
     from threadpoolctl import threadpool_limits
 
@@ -86,7 +86,8 @@ def keep_freed_memory() -> None:
     """Let this process keep memory that it frees for the next array, as allocators on GPUs do.
 
     The C library gives it back to the kernel, and a page that is asked for again costs up to 3 us: most of the time
-    of a reduce-scatter of 4 MB, a sixth of that of a training step. A rank keeps no more than it has once held.
+    of a reduce-scatter of 4 MB, a sixth of that of a training step. Kept is what lies between arrays that are in
+    use, and behind the last of them less than ``KEPT_BYTES``.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc
@@ -112,24 +113,24 @@ def _run(transport: Mailboxes, data: bytes, xp: ModuleType) -> bytes:
         transport.finish()
         value = result_in_bytes(result, xp)
     except BaseException as error:
-        return _failure(transport, error)
+        return _failure(transport, error, number)
     finally:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):  # None, closed, on a full disk: no reason to lose the result
                 stream.flush()
-    return pickle.dumps((None, value, (transport.sent - sent) - (transport.received - received)))
+    return pickle.dumps((number, None, value, (transport.sent - sent) - (transport.received - received)))
 
 
-def _failure(transport: Mailboxes, error: BaseException) -> bytes:
+def _failure(transport: Mailboxes, error: BaseException, number: int) -> bytes:
     """Return the report of an error: its kind; summary, traceback, and the rank to blame."""
     if not isinstance(error, CommTimeout):  # which leaves it known whom this rank waited for
         transport.fail()
     rank, text, trace = transport.rank, _shown(str, error), _shown(_trace, error)
     for kind, known in KINDS.items():
         if isinstance(error, known):
-            return pickle.dumps((kind, (text, trace, getattr(error, "rank", rank)), 0))
+            return pickle.dumps((number, kind, (text, trace, getattr(error, "rank", rank)), 0))
     first = text if len(text) <= 200 and "\n" not in text else text[:200].partition("\n")[0] + " ..."
-    return pickle.dumps(("RankError", (f"rank {rank} raised {type(error).__name__}: {first}", trace, rank), 0))
+    return pickle.dumps((number, "RankError", (f"rank {rank} raised {type(error).__name__}: {first}", trace, rank), 0))
 
 
 def _trace(error: BaseException) -> str:

@@ -26,7 +26,7 @@ Sent: N-1 chunks in each half, so 2(N-1)/N of the array by every rank where N di
 2(N-1)n elements over all ranks always (:func:`refpar.split.ring_elements` has each rank's share).
 7 elements on 3 ranks are chunks of 3, 2 and 2, and the ranks send 9, 10 and 9: 28 in all.
 Held: the result, where partial sums lie until the all-gather overwrites them. A result that has no room
-for them, being narrower or one part only, takes two chunks besides: one on its way in, one on its way out.
+for them, being narrower or one part only, takes up to two chunks besides, one coming in and one going out.
 Every chunk is summed in one place, in one order, so all ranks hold the same bits.
 
 Halves: partial sums travel in ``accumulate``, float32 by default, and are rounded once, before the
@@ -70,7 +70,8 @@ def all_reduce(
     array : int32, int64, float16, float32 or float64, any shape, strides and byte order; the same shape and dtype on
         every rank. Results are in native byte order, those in ``out`` in its own.
     op : ``"sum"`` or ``"max"``
-    out : where the result goes; may be ``array`` itself, but not overlap it otherwise
+    out : where the result goes; may be ``array`` itself, but not overlap it otherwise. After an error it holds
+        sums of some ranks
     accumulate : type of the partial sums; float32 by default where ``array`` is float16, else its own
 
     Raises
@@ -219,8 +220,8 @@ def _reduce(
 ) -> None:
     """Reduce every part on its way round, in the type ``kept``, and leave this rank's in ``own``.
 
-    ``whole`` has room for all parts, ``own`` among them, and may be ``flat`` itself: each part of it is read
-    for the last time where the sum that goes there is formed.
+    ``whole``, the result of all parts, holds partial sums where it is of that type. It may be ``flat`` itself: each
+    part of that is read for the last time where the sum that goes there is formed.
     """
     xp = array_module(flat)
     combine = getattr(xp, OPERATORS[op])

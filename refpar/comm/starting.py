@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,3 +101,20 @@ def main_stays_here() -> Iterator[None]:
             yield
         finally:
             spawn.get_preparation_data = original
+
+
+@contextmanager
+def path_as_here() -> Iterator[None]:
+    """Keep a new process from importing what happens to lie in the current folder, unless this one does so too.
+
+    It is started by ``python -c``, which looks there first: a ``fractions.py`` of somebody else would end it.
+    """
+    name = "PYTHONSAFEPATH"
+    if name in os.environ or {"", os.getcwd()} & set(sys.path):
+        yield
+        return
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[name]
