@@ -220,7 +220,7 @@ def report(measured: dict[int, list[Launch]], versions: dict[str, str], blocks: 
         f"{platform.machine()}, {os.cpu_count()} CPUs, Python {platform.python_version()}, NumPy {np.__version__}",
         f"{len(next(iter(measured.values())))} launches of {blocks} blocks; float32; refpar's time in microseconds",
         "(median of the launches), and as a multiple of the others' (median, and least to most over the launches",
-        f"that had both); load average before: {load:.1f}",
+        f"that had both, of which the head of the column says how many); load average before: {load:.1f}",
     ]
     verdicts = []
     sides = ["limit", *versions, "gloo"]
@@ -231,12 +231,13 @@ def report(measured: dict[int, list[Launch]], versions: dict[str, str], blocks: 
                 side: [taken[cores] for taken in launches if {"refpar", side} <= taken[cores].keys()] for side in sides
             }
             if not any(both.values()):
-                lines.append(f"{ranks} ranks: none was measured in this state throughout")
+                lines.append(f"{ranks} ranks: refpar and another were never both measured so")
                 continue
-            lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(side.rjust(26) for side in sides))
+            heads = [f"{side}, {len(both[side])} of {len(launches)}" for side in sides]
+            lines.append(f"{ranks} ranks".ljust(10) + "refpar".rjust(10) + "".join(head.rjust(26) for head in heads))
             for name in SIZES:
-                ours = statistics.median(t[cores]["refpar"][name] for t in launches if "refpar" in t[cores])
-                line = name.rjust(8) + f"{ours * 1e6:12,.0f}"
+                own = statistics.median(t[cores]["refpar"][name] for t in launches if "refpar" in t[cores])
+                line = name.rjust(8) + f"{own * 1e6:12,.0f}"
                 for side in sides:
                     ratios = sorted(taken["refpar"][name] / taken[side][name] for taken in both[side])
                     if not ratios:

@@ -6,7 +6,8 @@ Rings: all-reduces of float32 on 2, 4 and 8 ranks are timed (least of the repeat
 bandwidth are fitted to 2 and 4 ranks at powers of 4; every time on 8 ranks, and every size in between, is then
 predicted. Ranks that outnumber the cores take turns, so their times are divided by ranks/cores before
 anything is fitted, and multiplied again for a prediction. Virtual processors may be moved to cores that share no
-cache, where rings take twice as long (``all_reduce.py`` says more): which it was is looked at before and after.
+cache, where rings take two to five times as long (``all_reduce.py`` says more). Which it was is looked at before and
+after each number of ranks; that it changed twice in between is not seen.
 
 Steps: one number, the share of peak that matrix products reach, is fitted to all rows of Narayanan et al. 2021,
 table 1; the measurements of vTrain (its public ground truth, MIT licence) are then predicted with it.
@@ -79,12 +80,14 @@ def timed(comm: Any, sizes: list[int], repeats: int) -> dict[int, float]:
 def rings(repeats: int) -> list[str]:
     """Return the lines on this machine's rings."""
     cores = len(os.sched_getaffinity(0))
-    measured = {}
+    measured, cores_were = {}, []
     for n in RANKS:
+        before = state()
         with World(n) as world:
             by_rank = world.run(timed, sorted([*FITTED, *BETWEEN]), repeats)
         for nbytes in by_rank[0]:
             measured[n, nbytes] = max(of_rank[nbytes] for of_rank in by_rank)
+        cores_were.append(f"{before} and {state()} for {n} ranks")
 
     turns = {n: max(1.0, n / cores) for n in RANKS}
     known = [(n, S, measured[n, S] / turns[n]) for n in (2, 4) for S in FITTED]
@@ -92,6 +95,7 @@ def rings(repeats: int) -> list[str]:
     lines = [
         f"rings on {cores} cores: one link fits as {link.alpha * 1e6:.0f} us and {1e-9 / link.beta:.2f} GB/s; "
         "two regimes are used",
+        f"cores before and after: {', '.join(cores_were)}",
         "",
         f"{'':>12}" + "".join(f"{f'{n} ranks, us':>27}" for n in RANKS),
         f"{'bytes':>12}" + f"{'measured':>11}{'predicted':>10}{'':>6}" * len(RANKS),
@@ -151,12 +155,10 @@ def main() -> None:
     for name in TUNED:
         os.environ.pop(name, None)
     load = os.getloadavg()[0]
-    before, of_rings = state(), rings(repeats)
     text = "\n".join([
         f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, load {load:.1f} at the start, "
         f"Python {platform.python_version()}, NumPy {np.__version__}",
-        f"cores {before} before the rings, {state()} after them",
-        "", *of_rings, "", *steps(), "",
+        "", *rings(repeats), "", *steps(), "",
     ])  # fmt: skip
     print(text, end="")
     RESULTS.write_text(text)
