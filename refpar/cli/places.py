@@ -15,11 +15,11 @@ from refpar.cli.words import BadInput
 
 
 def read(path: Path) -> bytes:
-    """Return the bytes of a file the user named. A device other than a terminal may have no end."""
+    """Return the bytes of a file the user named; refuse a device, which may have no end, but for a terminal."""
     try:
         with open(path, "rb") as file:
             if stat.S_ISCHR(os.fstat(file.fileno()).st_mode) and not file.isatty() and file.read(1):
-                raise BadInput(f"--data {path}: this is a device; it must be a file or a pipe, which have an end")
+                raise BadInput(f"--data {path}: this is a device; it must be a file or a pipe")
             return file.read()
     except OSError as error:
         raise BadInput(f"--data {path}: {error.strerror}") from None
