@@ -39,7 +39,7 @@ START_METHODS = ("forkserver", "spawn")  # never "fork": see above
 
 
 class World:
-    """A standing pool of ranks.
+    """A standing pool of ranks. Each keeps up to about 64 MiB of what it has freed, until it is ended.
 
     Parameters
     ----------
