@@ -397,6 +397,7 @@ class Mailboxes:
         that was stopped as a whole, by Ctrl-Z, has not waited for anybody.
         """
         moved, waited, seen = -1, 0.0, Chain()
+        recent: deque[Chain] = deque(maxlen=4)
         while True:
             while self.region.try_wait(self._bell) == 0:  # only rings from here on are to wake us
                 pass
@@ -410,12 +411,12 @@ class Mailboxes:
             waited += min(time.monotonic() - began, 5 * LOOK_AROUND)
             if not rung:
                 if self.timeout is not None and waited > self.timeout:
-                    raise self._timed_out(waits_for())
-                seen = self._look_around(step, waits_for(), seen)
+                    raise self._timed_out(waits_for(), recent)
+                seen = self._look_around(step, waits_for(), seen, recent)
         self._say(IN_CALL)
 
-    def _look_around(self, step: Callable[[], bool], peer: int, before: Chain) -> Chain:
-        """Raise if the rank that is waited for will never answer; return who waits for whom.
+    def _look_around(self, step: Callable[[], bool], peer: int, before: Chain, recent: deque[Chain]) -> Chain:
+        """Raise if the rank that is waited for will never answer; return who waits for whom, and add it to ``recent``.
 
         Two things end a wait before its time. The other's function has returned: it delivers what
         it has sent before that, so if another step then changes nothing, nothing will. Or the
@@ -425,6 +426,7 @@ class Mailboxes:
         """
         self.region.looked(self.rank)
         chain = Chain(self._waits(peer))
+        recent.append(chain)
         status = chain.waits[0][1]
         returned = status.run == self._run and status.state == RETURNED
         stuck = chain.is_circle(self.rank) and chain.unchanged_since(before)
@@ -460,17 +462,13 @@ class Mailboxes:
         why = f"whose function has returned{chain}" if returned else f"but no rank can go on{chain}"
         return CollectiveMismatch(f"rank {self.rank} waits for rank {peer} in {self._call.decode()}, {why}", peer)
 
-    def _timed_out(self, peer: int) -> CommTimeout:
+    def _timed_out(self, peer: int, recent: deque[Chain]) -> CommTimeout:
         """Return the error of a wait over the limit, which blames the end of the chain of those who wait.
 
-        But one that says it waits and does not look for messages, while this one looks a few times more, is stopped.
+        But one that says it waits, and has not looked for messages while this one did so several times, is stopped.
         """
-        before = Chain(self._waits(peer))
-        for _ in range(5):
-            self.region.looked(self.rank)
-            time.sleep(LOOK_AROUND)
         chain = Chain(self._waits(peer))
-        stopped = chain.not_looking_since(before)
+        stopped = chain.not_looking_since(recent[0]) if len(recent) == recent.maxlen else []
         return CommTimeout(
             f"rank {self.rank} waited {self.timeout:g} s for rank {peer} in {self._call.decode()}{chain}",
             stopped[0] if stopped else chain.waits[-1][0],
