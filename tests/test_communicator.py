@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from refpar import split
 from refpar.comm import Communicator, Ledger, ring
 from refpar.comm.ledger import Sent, Tally
-from refpar.comm.mailbox import TEXT_BYTES, shorten
+from refpar.comm.mailbox import shorten
+from refpar.comm.region import TEXT_BYTES
 
 
 @settings(max_examples=60, deadline=None)

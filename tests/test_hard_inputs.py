@@ -16,8 +16,9 @@ import pytest
 from refpar import GPT, MLP, SGD, AdamW, Batch, Case, Layout, rng, save, single, text_batches, train
 from refpar.arrays import accumulator, total, widen
 from refpar.case import State
-from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, mailbox, ring
-from refpar.comm.mailbox import IN_CALL, RETURNED, Mailboxes, Region
+from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, ring
+from refpar.comm.mailbox import Mailboxes
+from refpar.comm.region import IN_CALL, RETURNED, STATUS, Region
 from refpar.oracle import bounds
 from refpar.precision import LossScale, Precision
 
@@ -452,7 +453,7 @@ def test_closing_a_world_that_runs_is_a_clear_error(worlds: Callable[[int], Worl
 
 def test_a_status_is_never_read_half_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """A reader between two writes must not see the new run with the old state: it would take a rank for done."""
-    whole, seen = mailbox.STATUS, []
+    whole, seen = STATUS, []
 
     class Slow:
         """Writes a status in two parts, with a reader in between."""
@@ -468,7 +469,7 @@ def test_a_status_is_never_read_half_written(monkeypatch: pytest.MonkeyPatch) ->
             memory[at : at + len(data)] = data
 
     region, slow = Region.create(1), Slow()
-    monkeypatch.setattr(mailbox, "STATUS", slow)
+    monkeypatch.setattr("refpar.comm.region.STATUS", slow)
     box = Mailboxes(region, 0, None)
     for slow.cut in range(whole.size + 1):
         box.begin(1)

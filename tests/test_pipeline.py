@@ -16,7 +16,7 @@ from truth import Worlds, hold, hold_exactly
 
 from refpar import RankError, single
 from refpar.case import Batch, Case, Layout, State
-from refpar.comm import Communicator, mailbox
+from refpar.comm import Communicator, region
 from refpar.nn import models
 from refpar.nn.layer import At, Gradients, ParamSpec
 from refpar.nn.loss import SquaredError
@@ -190,7 +190,7 @@ def test_outputs_meet_their_own_labels(worlds: Worlds) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_message_larger_than_the_mailbox_is_no_rendezvous(worlds: Worlds, name: str) -> None:
     """1F1B would deadlock on sends that wait for their receive. Five megabytes are sent like five bytes."""
-    width = 5 * mailbox.SLOT_BYTES // 8 // 2  # of two rows
+    width = 5 * region.SLOT_BYTES // 8 // 2  # of two rows
     model = MLP((1, width, 1))
     case = Case(model, SGD(lr=0.0), (batch(model, 6, 1.0, seed=1, step=0),))
     layout = Layout(pp=2, micro_batches=3, schedule=name)

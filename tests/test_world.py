@@ -24,8 +24,9 @@ from truth import hold
 
 from refpar.case import Layout
 from refpar.comm import CollectiveMismatch, CommTimeout, Communicator, RankError, World, processes, ring
-from refpar.comm.mailbox import WAITING, Chain, Status
+from refpar.comm.mailbox import Chain
 from refpar.comm.pool import limit_waits
+from refpar.comm.region import WAITING, Status
 
 SOON = 5.0
 """Seconds within which an error is there that waits for no limit. It takes about 0.02; the rest is a busy machine."""
@@ -1080,6 +1081,13 @@ def test_a_rank_that_forks_and_returns_twice_is_refused(world: World) -> None:
     time.sleep(0.3)
     error = failure(world, lambda comm: "second", RankError)
     assert "rank 1 has answered call" in str(error)
+
+    def fork_at_once(comm: Communicator) -> None:
+        if comm.rank == 1:
+            os.fork()
+        time.sleep(0.2 if comm.rank == 0 else 0)
+
+    assert "rank 1 has answered call" in str(failure(world, fork_at_once, RankError))
 
 
 def test_what_lies_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 class RankError(RuntimeError):
     """A rank raised, exited, was killed, or cannot go on.
 
+    On a process that catches one of communication, whatever it waits for next raises it again.
+
     Attributes
     ----------
     rank : the rank that caused it, as far as that is known
@@ -26,6 +28,6 @@ class CollectiveMismatch(RankError):
 class CommTimeout(RankError):
     """A wait for another rank ran out.
 
-    ``rank`` is the one at the end of the chain of waits: who is waited for may wait for another. Over MPI, where no
-    rank knows what the others do, it is the one that was waited for.
+    ``rank`` is the one at the end of the chain of waits: who is waited for may wait for another, or be stopped. Over
+    MPI, where no rank knows what the others do, it is the one that was waited for.
     """

@@ -47,8 +47,9 @@ from refpar.comm.arguments import checked_timeout
 from refpar.comm.communicator import Communicator
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
 from refpar.comm.ledger import Ledger
-from refpar.comm.mailbox import TEXT_BYTES, shorten
+from refpar.comm.mailbox import shorten
 from refpar.comm.pack import pack, unpack
+from refpar.comm.region import TEXT_BYTES
 
 Bytes = npt.NDArray[np.uint8]
 Consume = Callable[[int, Bytes], None]

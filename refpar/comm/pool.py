@@ -29,9 +29,9 @@ from pathlib import Path
 from typing import Any
 
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
-from refpar.comm.mailbox import Region
 from refpar.comm.pickled import from_bytes
 from refpar.comm.rank import KINDS, rank_main
+from refpar.comm.region import Region
 from refpar.comm.starting import (
     PROCESS_NAME,
     check_descriptors,
@@ -134,7 +134,7 @@ class Pool:
                     raise self._stuck(rank, "did not finish its report") from None
                 except (EOFError, OSError):  # also in the middle of a report
                     raise self._ended(rank) from None
-                if number != self.number:
+                if number != self.number or rank in values:
                     raise RankError(f"rank {rank} has answered call {number} twice: has it forked?", rank)
                 if kind is not None:
                     raise self._error(rank, kind, value)

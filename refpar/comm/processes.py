@@ -12,7 +12,8 @@ When a rank raises, exits or is killed, the others are killed, :class:`RankError
 it was and what each other was doing, and the next ``run`` starts a fresh set of ranks.
 
 Behind it: ``pool.py`` watches one set of processes, ``starting.py`` starts each, ``rank.py`` runs in each,
-``pickled.py`` turns calls and results into bytes, and ``mailbox.py`` moves what ranks say to each other.
+``pickled.py`` turns calls and results into bytes, and ``mailbox.py`` moves what
+ranks say to each other, through the memory of ``region.py``.
 """
 
 from __future__ import annotations

@@ -27,8 +27,9 @@ from refpar import arrays
 from refpar.comm.communicator import Communicator
 from refpar.comm.errors import CollectiveMismatch, CommTimeout, RankError
 from refpar.comm.ledger import Ledger
-from refpar.comm.mailbox import Mailboxes, Region
+from refpar.comm.mailbox import Mailboxes
 from refpar.comm.pickled import from_bytes, result_in_bytes
+from refpar.comm.region import Region
 
 KINDS: dict[str, type[RankError] | type[arrays.Unavailable]] = {
     "CollectiveMismatch": CollectiveMismatch,
