@@ -164,8 +164,8 @@ class Raises:
     def all_reduce(self, array: Array) -> Array:
         from mpi4py import MPI
 
-        if MPI.COMM_WORLD.rank == 1 and array.size == 3:
-            raise ZeroDivisionError("no threes")
+        if MPI.COMM_WORLD.rank == 1 and array.size >= 3:
+            raise ZeroDivisionError("three are too many")
         return MPI.COMM_WORLD.allreduce(array)
 
 

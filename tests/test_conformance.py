@@ -280,5 +280,5 @@ def test_error_on_one_rank_is_told_with_its_rank() -> None:
     """The rank that raises is named, with its traceback, and those that wait for it are ended."""
     run = refpar("refpar", "conformance", "on_conformance:Raises", "--examples", "40", ranks=2)
     assert run.returncode != 0
-    assert "rank 1 of 2: ZeroDivisionError: no threes" in run.stderr
+    assert "rank 1 of 2: ZeroDivisionError: three are too many" in run.stderr
     assert "still wait for it in all_reduce: ending all" in run.stderr
